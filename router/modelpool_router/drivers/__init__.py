@@ -1,0 +1,1 @@
+"""How members are brought up and taken down. `base` is the contract; one module per platform."""
