@@ -99,7 +99,7 @@ class Check:
 
 
 class NoteKind(StrEnum):
-    """What is worth telling people; names are stable (log events, SSE events, Kubernetes Events)."""
+    """What is worth telling people; the names are stable: logs, events and metrics use them."""
 
     STATE_CHANGED = "state_changed"
     """fields: state, member, from_state, seconds (spent in from_state)."""
