@@ -26,6 +26,8 @@ class MemberSpec:
     name: MemberName
     parallel: int = 16
     """Most leases out at once; a driver may report a better number when the member lands."""
+    parallel_is_fixed: bool = False
+    """Somebody chose `parallel` on purpose: what the driver reports does not count."""
     expected_load_s: float = 60.0
     """Load time to assume until one has been measured."""
     has_idle_probe: bool = True
