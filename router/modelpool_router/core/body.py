@@ -24,6 +24,9 @@ __all__ = [
 ]
 
 
+_string = msgspec.json.Decoder(str)
+
+
 class BadBody(ValueError):
     """
     The caller's body cannot be accepted.
@@ -149,7 +152,7 @@ def _model(raw: msgspec.Raw | None, required: bool) -> str | None:
             raise _missing_model()
         return None
     try:
-        name = msgspec.json.decode(raw, type=str)
+        name = _string.decode(raw)
     except msgspec.ValidationError:
         raise BadBody("invalid_type", "`model` must be a string.", "model") from None
     if not name:
@@ -160,8 +163,7 @@ def _model(raw: msgspec.Raw | None, required: bool) -> str | None:
 def _stream(raw: msgspec.Raw | None) -> bool:
     if raw is None:
         return False
-    try:
-        # SDKs send null for "not given"
-        return bool(msgspec.json.decode(raw, type=bool | None))
-    except msgspec.ValidationError:
-        raise BadBody("invalid_type", "`stream` must be a boolean.", "stream") from None
+    word = bytes(raw)
+    if word not in (b"true", b"false", b"null"):  # SDKs send null for "not given"
+        raise BadBody("invalid_type", "`stream` must be a boolean.", "stream")
+    return word == b"true"

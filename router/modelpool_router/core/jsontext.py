@@ -214,7 +214,7 @@ def _check_pieces(text: Text) -> None:
                 raise NotJson("it is not valid UTF-8") from None
             piece = piece[:used]
         if not suspicious:
-            classes = (tail + piece).translate(_CLASSES)
+            classes = (tail + piece if tail else piece).translate(_CLASSES)
             start = at - len(tail)
             for needle in _CANDIDATES:
                 found = classes.find(needle)
@@ -222,7 +222,8 @@ def _check_pieces(text: Text) -> None:
                     looks += 1
                     suspicious = looks > _MAX_CLOSE_LOOKS or _may_overflow(text, start + found)
                     found = classes.find(needle, found + len(needle))
-            tail = piece[-_OVERLAP:]
+            if at + len(piece) < size:
+                tail = piece[-_OVERLAP:]
         at += len(piece)
     if suspicious and _overflows(text):
         raise NotJson("it contains a number out of range")
