@@ -1,0 +1,51 @@
+"""
+The configuration of the router: what can be set, how it is read, what is wrong with it.
+
+Start at `model`, where every setting stands with its reason. `load` reads file, environment and
+flags; `verify` looks at the machine (commands, folders, ports); `compare` tells what a reload
+changes.
+"""
+
+from .changes import NEED_RESTART, Changes, PoolChange, compare
+from .loading import from_mapping, load, parse
+from .machine import find_program, read_secret, verify
+from .model import (
+    HoldKeepalive,
+    LogFormat,
+    LogLevel,
+    Member,
+    MemorySettle,
+    Pool,
+    Profile,
+    SecretSource,
+    Settings,
+    Upstream,
+)
+from .problems import ConfigError, Problem
+from .units import Address
+
+__all__ = [
+    "NEED_RESTART",
+    "Address",
+    "Changes",
+    "ConfigError",
+    "HoldKeepalive",
+    "LogFormat",
+    "LogLevel",
+    "Member",
+    "MemorySettle",
+    "Pool",
+    "PoolChange",
+    "Problem",
+    "Profile",
+    "SecretSource",
+    "Settings",
+    "Upstream",
+    "compare",
+    "find_program",
+    "from_mapping",
+    "load",
+    "parse",
+    "read_secret",
+    "verify",
+]
