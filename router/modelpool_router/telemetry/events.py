@@ -59,8 +59,9 @@ class Swap:
     target: str
     cause: str
     started_at: float
+    """When the unload, or the load into an empty slot, began; a drain came before."""
     waiting: int = 0
-    """Requests that waited for the target when it began."""
+    """Requests of the pool that waited when it began."""
     ended_at: float | None = None
     outcome: str = "running"
     """running | completed | failed | abandoned."""
@@ -82,16 +83,23 @@ class Subscription:
     """One listener. Take with `next`; *resumed* tells whether nothing was missed so far."""
 
     resumed: bool
-    _queue: deque[Event]
+    closed: bool = False
+    """Nothing comes any more: the router goes down."""
+    _queue: deque[Event] = field(default_factory=deque)
     _some: asyncio.Event = field(default_factory=asyncio.Event)
     _missed: bool = False
 
     async def next(self) -> Event | None:
-        """Wait for the next event; None = some were missed, a fresh look is needed."""
-        while not self._queue and not self._missed:
+        """
+        Wait for the next event; None = a fresh look is needed.
+
+        That is: some were missed because they were not taken in time, or *closed* is set. Safe
+        to cancel: no event is lost.
+        """
+        while not (self._queue or self._missed or self.closed):
             self._some.clear()
             await self._some.wait()
-        if self._missed:
+        if self._missed or not self._queue:
             self._missed = False
             return None
         return self._queue.popleft()
@@ -102,11 +110,16 @@ class Subscription:
             yield self._queue.popleft()
 
     def offer(self, event: Event) -> None:
-        """Queue *event*; when the queue is full all of it is given up."""
+        """Queue *event*; when the queue is full all that waits in it is given up."""
         if len(self._queue) >= QUEUED_EVENTS:
             self._queue.clear()
             self._missed = True
         self._queue.append(event)
+        self._some.set()
+
+    def close(self) -> None:
+        """Let the listener end."""
+        self.closed = True
         self._some.set()
 
 
@@ -119,6 +132,7 @@ class EventHub:
         self._last = 0
         self._kept: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._subscriptions: set[Subscription] = set()
+        self._closed = False
         self._running: dict[str, Swap] = {}
         self._finished: deque[Swap] = deque(maxlen=KEPT_SWAPS)
 
@@ -150,12 +164,18 @@ class EventHub:
         if len(self._subscriptions) >= MAX_SUBSCRIBERS:
             raise SubscriptionsFull
         missed = self._since(last_id)
-        subscription = Subscription(missed is not None, deque(missed or ()))
+        subscription = Subscription(missed is not None, self._closed, deque(missed or ()))
         self._subscriptions.add(subscription)
         try:
             yield subscription
         finally:
             self._subscriptions.discard(subscription)
+
+    def close(self) -> None:
+        """Let all listeners end, and those who come later. Idempotent."""
+        self._closed = True
+        for subscription in self._subscriptions:
+            subscription.close()
 
     def swaps(self) -> list[Swap]:
         """Return the running swaps, then the finished ones, newest first."""

@@ -151,6 +151,7 @@ class Logs:
         self._render = render
         self._level = level
         self._handler = handler
+        self._last_words: dict[str, object] = {}
         self._log = structlog.get_logger("modelpool")
 
     def dropped(self) -> int:
@@ -219,9 +220,12 @@ class Logs:
             name: round(value, 3) if isinstance(value, float) else value
             for name, value in note.fields.items()
         }
+        # The last output of an engine that was serving may quote what it served; it is in the
+        # member's own log file and in the events of the admin port. An early loss is told a
+        # second time, as a failed load.
         if note.kind is NoteKind.RESIDENT_LOST:
-            # The last output of an engine that was serving may quote what it served; it is in
-            # the member's own log file and in the events of the admin port.
+            self._last_words[pool] = fields.pop("detail", "")
+        elif fields.get("detail", "") == self._last_words.get(pool):
             fields.pop("detail", None)
         getattr(self._log, _LEVEL_OF_NOTE[note.kind])(str(note.kind), pool=pool, **fields)
 
