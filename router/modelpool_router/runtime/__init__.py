@@ -1,0 +1,1 @@
+"""The shell around the scheduler: clock, inbox, tasks, leases. Decides nothing."""

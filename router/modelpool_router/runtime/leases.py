@@ -1,0 +1,181 @@
+"""
+Lending the resident to one request: wait for a grant, use it, give it back whatever happens.
+
+A lease is always scoped (``async with pool.lease(...)``), and the exit looks at what really
+happened: a grant can land in the very tick that cancels its waiter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ..core.commands import Grant, Refuse
+from ..core.events import Arrived, Departed, DispatchRefused, Finished
+from ..core.spec import Epoch, MemberName, Ticket
+from ..drivers.base import Endpoint
+
+if TYPE_CHECKING:
+    from .pool import PoolRuntime
+
+
+class HoldRefused(Exception):
+    """The scheduler refused this request; `refusal` says with what."""
+
+    def __init__(self, refusal: Refuse) -> None:
+        super().__init__(refusal.code)
+        self.refusal = refusal
+
+
+class Lease:
+    """
+    The right to use the resident for one request.
+
+    Attributes:
+        moved_at: When a byte of this exchange last moved (loop time); whoever forwards sets it.
+        on_break: Called with a reason when the scheduler ends the lease; whoever forwards sets it.
+        broken: Why the lease was ended by the scheduler, or ''.
+    """
+
+    __slots__ = (
+        "_pool",
+        "broken",
+        "endpoint",
+        "epoch",
+        "granted_at",
+        "member",
+        "moved_at",
+        "on_break",
+        "ticket",
+    )
+
+    def __init__(
+        self, pool: PoolRuntime, ticket: Ticket, member: MemberName, endpoint: Endpoint, now: float
+    ) -> None:
+        self._pool = pool
+        self.ticket = ticket
+        self.member = member
+        self.endpoint = endpoint
+        self.epoch = Epoch(0)
+        self.granted_at = now
+        self.moved_at = now
+        self.on_break: Callable[[str], None] | None = None
+        self.broken = ""
+
+    def end(self, reason: str) -> None:
+        """End the exchange from the router's side, with an explicit error to the client."""
+        if not self.broken:
+            self.broken = reason
+            if self.on_break is not None:
+                self.on_break(reason)
+
+    async def renew(self) -> None:
+        """
+        Go back to the hold because the member refused the connection; return when granted again.
+
+        Only before any byte of the request was sent. The deadline stays what it was.
+
+        Raises:
+            HoldRefused: the deadline passed, or it was renewed before.
+        """
+        await self._pool.requeue(self)
+
+
+class Waiter:
+    """One request as the pool knows it: waiting, granted or refused."""
+
+    __slots__ = ("ended", "future", "grant", "lease", "refusal")
+
+    def __init__(self) -> None:
+        self.ended = ""
+        self.grant: Grant | None = None
+        self.refusal: Refuse | None = None
+        self.future: asyncio.Future[None] | None = None
+        self.lease: Lease | None = None
+
+    def wake(self) -> None:
+        """Let the request see what was decided."""
+        if self.future is not None and not self.future.done():
+            self.future.set_result(None)
+
+    def end(self, reason: str) -> None:
+        """End the lease, or the one that is about to be made of a grant."""
+        if self.lease is not None:
+            self.lease.end(reason)
+        elif not self.ended:
+            self.ended = reason
+
+
+class LeaseScope:
+    """``async with`` over one lease; made by `PoolRuntime.lease`."""
+
+    __slots__ = ("_arrival", "_pool", "_waiter")
+
+    def __init__(self, pool: PoolRuntime, arrival: Arrived) -> None:
+        self._pool = pool
+        self._arrival = arrival
+        self._waiter = Waiter()
+
+    async def __aenter__(self) -> Lease:
+        pool, waiter, arrival = self._pool, self._waiter, self._arrival
+        pool.waiters[arrival.ticket] = waiter
+        pool.tell(arrival)
+        try:
+            await settled(waiter, pool.loop)
+        except BaseException:
+            self._leave()
+            raise
+        if waiter.refusal is not None:
+            del pool.waiters[arrival.ticket]
+            raise HoldRefused(waiter.refusal)
+        assert waiter.grant is not None
+        member = waiter.grant.member
+        lease = Lease(pool, arrival.ticket, member, pool.endpoints[member], pool.loop.time())
+        lease.epoch = waiter.grant.epoch
+        lease.broken = waiter.ended
+        waiter.lease = lease
+        return lease
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give back what there is to give back: a lease, a hold, or nothing."""
+        pool, waiter, ticket = self._pool, self._waiter, self._arrival.ticket
+        if pool.waiters.pop(ticket, None) is None or waiter.refusal is not None:
+            return
+        pool.tell(Finished(ticket) if waiter.grant is not None else Departed(ticket))
+
+
+async def settled(waiter: Waiter, loop: asyncio.AbstractEventLoop) -> None:
+    """Return once *waiter* is granted or refused; makes a future only if it has to wait."""
+    if waiter.grant is None and waiter.refusal is None:
+        waiter.future = loop.create_future()
+        try:
+            await waiter.future
+        finally:
+            waiter.future = None
+
+
+async def requeued(pool: PoolRuntime, lease: Lease) -> None:
+    """Carry out `Lease.renew`."""
+    waiter = pool.waiters[lease.ticket]
+    waiter.grant = None
+    lease.on_break = None
+    pool.tell(DispatchRefused(lease.ticket))
+    await settled(waiter, pool.loop)
+    if waiter.refusal is not None:
+        raise HoldRefused(waiter.refusal)
+    # `settled` narrows nothing for the type checker: the grant was set by a command.
+    grant: Grant | None = waiter.grant
+    assert grant is not None
+    lease.endpoint = pool.endpoints[grant.member]
+    lease.epoch = grant.epoch
+    lease.granted_at = lease.moved_at = pool.loop.time()
