@@ -68,15 +68,21 @@ def lay_flags(tree: dict[str, Any], flags: Mapping[str, object], source: Source)
 def _locate(tree: dict[str, Any], parts: list[str]) -> tuple[Key, Path_] | str:
     """Return the key that *parts* name and its path, or a sentence about why there is none."""
     section: type[Section] = Settings
+    name = "__".join(parts)
     here: Any = tree
     steps: Path_ = ()
     while parts:
         keys = {key.variable: key for key in keys_of(section).values()}
+        before = name[: len(name) - len("__".join(parts))]
         part, *parts = parts
         key = keys.get(part)
         if key is None:
             meant = suggestion(part, list(keys))
-            return f"did you mean {meant}?" if meant else "remove it, or see the reference"
+            return (
+                f"did you mean {PREFIX}{before}{meant}?"
+                if meant
+                else "remove it, or see the reference"
+            )
         steps = (*steps, key.name)
         here = here.get(key.name) if isinstance(here, dict) else None
         if key.kind is Kind.MAP and len(parts) == 1:

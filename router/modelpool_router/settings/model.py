@@ -265,6 +265,7 @@ class Member(Section):
         return MemberSpec(
             name=MemberName(self.name),
             parallel=self.parallel or PARALLEL_BY_PROFILE.get(self.profile, PARALLEL_OTHERWISE),
+            parallel_is_fixed=self.parallel is not None,
             expected_load_s=self.expected_load_s,
             has_idle_probe=self.has_idle_probe,
         )
