@@ -58,7 +58,6 @@ log = structlog.get_logger("modelpool.pool")
 PROBE_LIMIT_S = 5.0
 """Longest wait for one idle or readiness answer; a probe that hangs is an unreachable engine."""
 OBSERVE_RETRY_S = 1.0
-HEALTH_LOOKS_PER_HANG = 6
 
 NoteListener = Callable[[PoolName, Note], None]
 
@@ -75,6 +74,8 @@ class PoolRuntime:
         listener: Told every note, in order; must not block and must not raise.
         estimates: From the last run, if there was one.
         released: The pool was emptied on purpose in the last run.
+        health_interval_s: Time between two looks at the resident.
+        violation: Told when another member was found up as a load was about to begin.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class PoolRuntime:
         listener: NoteListener,
         estimates: Estimates | None = None,
         released: bool = False,
+        health_interval_s: float = 2.0,
+        violation: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = spec.name
         self.loop = asyncio.get_running_loop()
@@ -97,6 +100,8 @@ class PoolRuntime:
         self._tickets = tickets
         self._listener = listener
         self._released = released
+        self._health_interval_s = health_interval_s
+        self._violation = violation
         self._now = self.loop.time()
         self._scheduler = Scheduler(
             spec, ledger, now=self._now, jitter=random.random, estimates=estimates
@@ -266,6 +271,7 @@ class PoolRuntime:
         event: Event
         async with self.swap_lock:
             try:
+                await self._clear_the_way(member)
                 endpoint = await self.driver.activate(member)
             except ActivationFailed as error:
                 event = LoadFailed(member, epoch, error.reason, error.detail, error.retryable)
@@ -288,6 +294,19 @@ class PoolRuntime:
                 self._epoch = epoch
                 event = Loaded(member, epoch, endpoint.parallel)
         self.tell(event)
+
+    async def _clear_the_way(self, member: MemberName) -> None:
+        """
+        Make sure, by looking, that nobody else is up before a load begins.
+
+        The scheduler has the proof already; this catches what nobody foresaw, such as a member
+        that a person started by hand.
+        """
+        for other in await self.driver.observe():
+            if other != member:
+                log.error("another member is up", pool=self.name, member=member, other=other)
+                self._violation()
+                await self.driver.deactivate(other)
 
     async def _unload(self, member: MemberName, epoch: Epoch) -> None:
         event: Event
@@ -334,7 +353,7 @@ class PoolRuntime:
         """Look at the resident now and then; traffic that moves is proof enough."""
         looked_at = self.loop.time()
         while True:
-            await asyncio.sleep(self.spec.hung_after_s / HEALTH_LOOKS_PER_HANG)
+            await asyncio.sleep(self._health_interval_s)
             member, epoch = self._resident, self._epoch
             if member is None:
                 continue

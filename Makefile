@@ -1,0 +1,59 @@
+# Two commands for a newcomer: `make run` and `make test`. Both need Python 3.11 or newer and nothing else.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+N      ?= 100000
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.made-run: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "modelpool needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.made-test: $(VENV)/.made-run
+	$(BIN)/pip install --quiet --constraint constraints.txt --group test
+	@touch $@
+
+$(VENV)/.made-lint: $(VENV)/.made-test
+	$(BIN)/pip install --quiet --constraint constraints.txt --group lint
+	@touch $@
+
+.PHONY: run
+run: $(VENV)/.made-run ## Play the demo: two simulated models take turns (ARGS=--once ends after it)
+	$(BIN)/modelpool demo $(ARGS)
+
+.PHONY: test
+test: $(VENV)/.made-test ## Unit, property, simulation and socket tests (below five minutes)
+	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: check
+check: $(VENV)/.made-lint ## Style, types, import contracts, generated pages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m modelpool_router.reference --check
+
+.PHONY: simulate
+simulate: $(VENV)/.made-test ## Run N schedules of faults through the scheduler (N=1000000 for a night)
+	$(BIN)/python tests/support/simulate.py --schedules $(N) --jobs 2 $(ARGS)
+
+.PHONY: test-llama
+test-llama: $(VENV)/.made-test ## The real llama-server with a real small model, where they are installed
+	$(BIN)/python -m pytest -m llama tests/llama $(ARGS)
+
+.PHONY: reference
+reference: $(VENV)/.made-run ## Write the generated pages again: configuration, metrics, JSON Schema
+	$(BIN)/python -m modelpool_router.reference
+
+.PHONY: clean
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
