@@ -341,7 +341,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
     while cause is not None and len(kinds) < FRAMES:
         kinds.append(type(cause).__name__)
         cause = cause.__cause__ or cause.__context__
-    return {"exception": " < ".join(kinds), "where": _places(error.__traceback__)}
+    return {"raised": " < ".join(kinds), "where": _places(error.__traceback__)}
 
 
 def _places(tb: TracebackType | None) -> list[str]:
