@@ -17,7 +17,7 @@ from typing import Any
 from .model import Section, Settings
 from .problems import Problem, suggestion
 from .shape import Key, Kind, keys_of
-from .source import Path_, Place, Source
+from .source import Path_, Place, Source, show_path
 
 PREFIX = "MODELPOOL_"
 NOT_SETTINGS = ("CONFIG", "SLOT", "CLUSTER_ASSETS")
@@ -47,7 +47,7 @@ def lay_environment(
         key, steps = path
         read = _read(key, value, variable)
         if isinstance(read, str):
-            problems.append(Problem(*place, ".".join(map(str, steps)), "cannot be read", read))
+            problems.append(Problem(*place, show_path(steps), "cannot be read", read))
             continue
         _put(tree, steps, read[0])
         source.places[steps] = place

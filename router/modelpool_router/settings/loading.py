@@ -141,7 +141,12 @@ def _validate(
             tree, by_alias=True, by_name=False, context={"folder": source.folder}
         )
     except ValidationError as error:
-        details = error.errors(include_url=False)
+        # pydantic counts only the items that are right: a list of wrong ones is not empty.
+        details = [
+            each
+            for each in error.errors(include_url=False)
+            if not (each["type"] == "too_short" and each["input"])
+        ]
         return None, [(tuple(each["loc"]), _problem(each, source)) for each in details]
     return settings, []
 

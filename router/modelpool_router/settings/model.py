@@ -9,10 +9,14 @@ JSON Schema are made from this file. Reading a file, and what is checked between
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic.alias_generators import to_camel
@@ -37,6 +41,8 @@ from .units import (
 if TYPE_CHECKING:
     from .source import Source
 
+_PLAIN = re.compile(r"[A-Za-z/._-][A-Za-z0-9/._=-]*")
+"""Words that need no quotes in YAML."""
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 
@@ -133,13 +139,22 @@ def _command(value: object) -> object:
     if isinstance(value, str):
         raise refuse(
             "a command is a list, not one string",
-            'write each argument as an item: [llama-server, --port, "{port}"]',
+            f"write each argument as an item: {_as_items(value)}",
         )
     if isinstance(value, list | tuple) and not value:
         raise refuse("the command is empty", "name the program to start as its first item")
     if isinstance(value, list | tuple) and value[0] == "":
         raise refuse("the program has no name", "name the program to start as the first item")
     return value
+
+
+def _as_items(command: str) -> str:
+    """Return *command*, written for a shell, as a YAML list."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        words = command.split()
+    return "[" + ", ".join(w if _PLAIN.fullmatch(w) else json.dumps(w) for w in words) + "]"
 
 
 def _as_tuple(value: object) -> object:
@@ -157,8 +172,6 @@ Names = Annotated[tuple[ModelName, ...], BeforeValidator(_as_tuple)]
 
 
 def _url(value: object) -> str:
-    from urllib.parse import urlsplit
-
     form = "write it like http://10.0.0.7:8080 or https://example.org/prefix"
     if not isinstance(value, str) or any(c.isspace() or not c.isprintable() for c in value):
         raise refuse(f"{shown(value)} is not an address", form)
@@ -206,8 +219,7 @@ class Member(Section):
     """One model service of a pool: how to start it, ask it and stop it."""
 
     name: ModelName
-    """Name that clients use in `model`; unique over all members and upstreams, aliases included.
-    Name that clients use in `model`; unique over all members and upstreams, aliases included."""
+    """Name that clients use in `model`; unique over all members and upstreams, aliases included."""
     models: Names = ()
     """Further names that clients may use, so that programs with built-in model names work."""
     profile: Profile = Profile.GENERIC
@@ -370,8 +382,7 @@ class Upstream(Section):
     """A service that is always there: never swapped, only routed to by name."""
 
     name: ModelName
-    """Name that clients use in `model`; unique over all members and upstreams, aliases included.
-    Name that clients use in `model`; unique over all members and upstreams, aliases included."""
+    """Name that clients use in `model`; unique over all members and upstreams, aliases included."""
     models: Names = ()
     """Further names that clients may use."""
     url: Url

@@ -203,7 +203,7 @@ class _Reader:
                 return _float(text)
             case _:
                 self.report(node, path, f"the tag {node.tag} is not known", "remove the tag")
-                return None
+                return text
 
 
 def _integer(text: str) -> WrittenInt | str:
