@@ -1,0 +1,359 @@
+"""
+Heads of the messages that cross the router: what is let through and how bodies are framed.
+
+Pure: bytes in, bytes out. `web.upstream` finds where a head ends, `web.sink` writes it. Requests
+go by an allow-list, since a member must not see what was meant for us; answers by a deny-list,
+since clients may rely on whatever an engine tells them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from urllib.parse import quote
+
+Field = tuple[bytes, bytes]
+"""One header line: name as it was spelled, value without surrounding blanks."""
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Head of an upstream answer; engines send a few hundred bytes, so more is a fault or an attack."""
+MAX_HEAD_FIELDS = 200
+
+# What a member gets to see of a client's head. Not on the list, with the reason:
+# - authorization, x-api-key, cookie: secrets meant for us;
+# - forwarded, x-forwarded-*, via, origin, referer: a member trusts no hop, and with an Origin it
+#   would answer CORS questions that are ours;
+# - content-encoding: bodies are decoded before they are sent on; expect, upgrade, te: per hop;
+# - openai-organization, openai-project: accounts of another service;
+# - baggage: carries whatever the application put there, across a trust boundary;
+# - x-stainless-*: telemetry of SDKs, of which the patience is read by us.
+# - accept-encoding stays: answers pass unchanged, so the client decodes what it asked for itself.
+_ALLOWED_ONCE = frozenset(
+    (
+        b"content-type",
+        b"user-agent",
+        b"traceparent",
+        b"anthropic-version",
+    )
+)
+_ALLOWED = _ALLOWED_ONCE | frozenset(
+    (
+        b"accept",
+        b"accept-encoding",
+        b"tracestate",
+        b"anthropic-beta",
+        b"openai-beta",
+    )
+)
+
+# What a client does not get to see of an answer: what belongs to the hop, what is ours to say,
+# cookies, and what would give orders to a proxy in front of us.
+_DROPPED = frozenset(
+    (
+        b"alt-svc",
+        b"connection",
+        b"content-length",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"request-id",
+        b"server",
+        b"set-cookie",
+        b"set-cookie2",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"x-request-id",
+        b"x-sendfile",
+    )
+)
+_DROPPED_PREFIXES = (b"access-control-", b"x-accel-", b"x-modelpool-")
+
+_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
+_TEXT = rb"[\t\x20-\x7e\x80-\xff]*+"
+_is_token = re.compile(_TOKEN).fullmatch
+_is_text = re.compile(_TEXT).fullmatch
+_is_target = re.compile(rb"/[\x21\x22\x24-\x7e]*+").fullmatch
+_is_digits = re.compile(rb"[0-9]{1,18}").fullmatch
+_status_line = re.compile(
+    rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*+))?+\r\n"
+).match
+# Possessive quantifiers: one pass over the bytes, whatever they are.
+_is_fields = re.compile(rb"(?:" + _TOKEN + rb":" + _TEXT + rb"\r\n)*+\r\n").fullmatch
+_find_fields = re.compile(rb"(" + _TOKEN + rb"):[ \t]*+(" + _TEXT + rb")\r\n").findall
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeIds:
+    """What both sides of one exchange are told of it besides its content."""
+
+    request_id: str
+    extra_fields: tuple[Field, ...] = ()
+    """Further header lines of ours for the answer (CORS)."""
+
+
+class BadHead(ValueError):
+    """An upstream answer whose head is malformed, too big, or says two things at once."""
+
+
+class Framing(Enum):
+    """How the end of a body is known."""
+
+    NONE = "none"
+    """No body, whatever the head says (HEAD, 204, 304)."""
+    LENGTH = "length"
+    CHUNKED = "chunked"
+    UNTIL_CLOSE = "until_close"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """Head of an upstream answer, checked."""
+
+    status: int
+    reason: bytes
+    fields: Sequence[Field]
+    """What a client may see, in order, duplicates included; framing and ours left out."""
+    framing: Framing
+    length: int | None
+    """Content-Length, if it said one (with `Framing.NONE` too: HEAD and 304)."""
+    keep_alive: bool
+    """Whether the upstream allows another request on this connection."""
+    event_stream: bool
+    encoded: bool
+    """Whether the body carries a Content-Encoding, so that no text can be added to it."""
+
+
+def request_head(
+    method: str,
+    target: str,
+    *,
+    authority: bytes,
+    client_fields: Iterable[Field],
+    request_id: str,
+    body_size: int,
+    credential: Field | None = None,
+    plain_answer: bool = False,
+) -> bytes:
+    """
+    Build the head of an upstream request, blank line included.
+
+    Args:
+        method: Known to be a token.
+        target: Path and query, starting with a slash, already percent-encoded.
+        authority: Value of Host, from `authority`.
+        client_fields: The client's header lines as they came.
+        body_size: Bytes that will follow; GET and HEAD without a body get no Content-Length.
+        credential: One header line of ours for an upstream that wants a key.
+        plain_answer: Ask for an answer without Content-Encoding, whatever the client accepts.
+
+    Raises:
+        ValueError: *method*, *target* or *credential* would break out of its line.
+    """
+    raw_method, raw_target = method.encode("ascii"), target.encode("ascii")
+    if not _is_token(raw_method) or not _is_target(raw_target):
+        raise ValueError("not a request line")
+    parts = [b"%b %b HTTP/1.1\r\nHost: %b\r\n" % (raw_method, raw_target, authority)]
+    nominated: frozenset[bytes] = frozenset()
+    kept: list[tuple[bytes, bytes, bytes]] = []
+    for name, value in client_fields:
+        low = name.lower()
+        if low in _ALLOWED:
+            kept.append((low, name, value))
+        elif low == b"connection":
+            nominated |= _tokens(value)
+    seen: set[bytes] = set()
+    for low, name, value in kept:
+        # Of what may be there once the first counts: the front read that one, and a member must
+        # not read another.
+        if low in nominated or (low in seen and low in _ALLOWED_ONCE) or not _is_text(value):
+            continue
+        if plain_answer and low == b"accept-encoding":
+            continue
+        seen.add(low)
+        parts.append(b"%b: %b\r\n" % (name, value))
+    if plain_answer:
+        parts.append(b"Accept-Encoding: identity\r\n")
+    if credential is not None:
+        if not _is_token(credential[0]) or not _is_text(credential[1]):
+            raise ValueError("the configured upstream credential does not fit into a header line")
+        parts.append(b"%b: %b\r\n" % credential)
+    parts.append(b"X-Request-Id: %b\r\n" % header_text(request_id))
+    if body_size or method not in ("GET", "HEAD"):
+        parts.append(b"Content-Length: %d\r\n" % body_size)
+    parts.append(b"\r\n")
+    return b"".join(parts)
+
+
+@lru_cache(maxsize=256)
+def authority(host: str, port: int) -> bytes:
+    """Value of a Host header: IPv6 addresses in brackets, the port always said."""
+    raw = host.encode("idna") if not host.isascii() else host.encode("ascii")
+    if b":" in raw:
+        raw = b"[%b]" % raw.partition(b"%")[0]
+    if not _is_text(raw) or b" " in raw:
+        raise ValueError("not a host name")
+    return b"%b:%d" % (raw, port)
+
+
+def parse_answer_head(raw: bytes, *, method: str) -> AnswerHead:
+    """
+    Read the head of an upstream answer, its blank line included.
+
+    Strict: where a standard lets a proxy repair or refuse, this refuses.
+
+    Raises:
+        BadHead: with a sentence for people that contains nothing of the head.
+    """
+    first = _status_line(raw)
+    if first is None:
+        raise BadHead("the status line is malformed")
+    if _is_fields(raw, first.end()) is None:
+        raise BadHead("a header line is malformed")
+    pairs: list[Field] = _find_fields(raw, first.end())
+    if len(pairs) > MAX_HEAD_FIELDS:
+        raise BadHead("there are too many header lines")
+    status = int(first[2])
+    fields: list[Field] = []
+    nominated: frozenset[bytes] = frozenset()
+    length: int | None = None
+    chunked = event_stream = encoded = False
+    for name, value in pairs:
+        low = name.lower()
+        if low == b"content-length":
+            value = value.rstrip(b" \t")
+            if length is not None or not _is_digits(value):
+                raise BadHead("Content-Length is not one number")
+            length = int(value)
+        elif low == b"transfer-encoding":
+            if chunked or value.rstrip(b" \t").lower() != b"chunked" or first[1] == b"0":
+                raise BadHead("Transfer-Encoding is not plain chunked")
+            chunked = True
+        elif low == b"connection":
+            nominated |= _tokens(value)
+        elif low not in _DROPPED and not low.startswith(_DROPPED_PREFIXES):
+            fields.append((name, value))
+            if low == b"content-type":
+                event_stream = value[:17].lower() == b"text/event-stream"
+            elif low == b"content-encoding":
+                encoded = value.lower() not in (b"", b"identity")
+    if chunked and length is not None:
+        raise BadHead("it has both Content-Length and Transfer-Encoding")
+    if nominated:
+        fields = [field for field in fields if field[0].lower() not in nominated]
+    if status < 200 or status == 204:
+        if chunked or length:
+            raise BadHead(f"a {status} answer announces a body")
+        framing, length = Framing.NONE, None
+    elif method == "HEAD" or status == 304:
+        framing = Framing.NONE
+    elif chunked:
+        framing = Framing.CHUNKED
+    elif length is not None:
+        framing = Framing.LENGTH
+    else:
+        framing = Framing.UNTIL_CLOSE
+    return AnswerHead(
+        status=status,
+        reason=first[3] or b"",
+        fields=fields,
+        framing=framing,
+        length=length,
+        keep_alive=(
+            first[1] == b"1" and b"close" not in nominated and framing is not Framing.UNTIL_CLOSE
+        ),
+        event_stream=event_stream,
+        encoded=encoded,
+    )
+
+
+def answer_head(
+    head: AnswerHead,
+    framing: Framing,
+    *,
+    ids: ExchangeIds,
+    member: str,
+    held_ms: int | None,
+    close: bool,
+) -> bytes:
+    """
+    Build the head that a client gets for *head*, blank line included.
+
+    Args:
+        framing: How the client learns the end of the body; `LENGTH` and `NONE` repeat the
+            upstream's length.
+        held_ms: Left out when None.
+        close: Say that this answer is the last one on the connection.
+    """
+    parts = [b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason)]
+    own = [*_own_fields(ids.request_id, member, held_ms), *ids.extra_fields]
+    if head.event_stream:
+        # nginx and others hold an event stream back unless they are told not to
+        own += _STREAM_FIELDS
+        parts += [b"%b: %b\r\n" % f for f in head.fields if f[0].lower() != b"cache-control"]
+    else:
+        parts += [b"%b: %b\r\n" % f for f in head.fields]
+    parts += _checked(own)
+    if framing is Framing.CHUNKED:
+        parts.append(b"Transfer-Encoding: chunked\r\n")
+    elif head.length is not None and framing is not Framing.UNTIL_CLOSE:
+        parts.append(b"Content-Length: %d\r\n" % head.length)
+    parts.append(b"Connection: close\r\n\r\n" if close else b"\r\n")
+    return b"".join(parts)
+
+
+def stream_head(framing: Framing, *, ids: ExchangeIds, member: str, close: bool) -> bytes:
+    """Build the head of an event stream that the router begins itself (`holdKeepalive`)."""
+    head = AnswerHead(
+        status=200,
+        reason=b"OK",
+        fields=((b"Content-Type", b"text/event-stream; charset=utf-8"),),
+        framing=framing,
+        length=None,
+        keep_alive=False,
+        event_stream=True,
+        encoded=False,
+    )
+    return answer_head(head, framing, ids=ids, member=member, held_ms=None, close=close)
+
+
+@lru_cache(maxsize=1024)
+def header_text(value: str) -> bytes:
+    """Write *value* so that it cannot leave its header line: all but printable ASCII quoted."""
+    if value.isascii() and value.isprintable() and value == value.strip():
+        return value.encode("ascii")
+    return quote(value, safe=" !#$&'()*+,/:;=?@[]~", errors="replace").strip().encode("ascii")
+
+
+_STREAM_FIELDS: tuple[Field, ...] = (
+    (b"Cache-Control", b"no-cache"),
+    (b"X-Accel-Buffering", b"no"),
+)
+
+
+def _own_fields(request_id: str, member: str, held_ms: int | None) -> list[Field]:
+    text = header_text(request_id)
+    own = [
+        (b"x-request-id", text),
+        (b"request-id", text),
+        (b"x-modelpool-member", header_text(member)),
+    ]
+    if held_ms is not None:
+        own.append((b"x-modelpool-held-ms", b"%d" % held_ms))
+    return own
+
+
+def _checked(fields: Iterable[Field]) -> list[bytes]:
+    for name, value in fields:
+        if not _is_token(name) or not _is_text(value):
+            raise ValueError("not a header line")
+    return [b"%b: %b\r\n" % field for field in fields]
+
+
+def _tokens(value: bytes) -> frozenset[bytes]:
+    return frozenset(token.strip(b" \t").lower() for token in value.split(b","))

@@ -1,0 +1,170 @@
+"""
+Reads one HTTP/1.1 answer from a stream of bytes, strictly, without touching the bytes.
+
+Sans-I/O: `web.upstream` feeds it what a socket brought. httptools checks heads and finds its way
+through chunked bodies; bodies with a length are counted; the rest end with the connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import httptools
+
+from ..core.headers import MAX_HEAD_BYTES, AnswerHead, BadHead, Framing, parse_answer_head
+
+MAX_INTERIM_ANSWERS: Final = 16
+"""100, 102 and 103 answers ignored before the real one; more is a fault."""
+
+
+class AnswerReader:
+    """
+    One answer. After each `feed` that returned True the attributes tell what it brought.
+
+    Attributes:
+        head: The final answer's head; None until it is complete.
+        pieces: Bytes of the body that the last `feed` brought, without framing.
+        framed: The same as whole chunks, exactly as they came, last chunk included; None when
+            the body is not chunked, or what came does not begin and end between two chunks.
+        ended: The answer is complete.
+    """
+
+    def __init__(self, method: str) -> None:
+        self.head: AnswerHead | None = None
+        self.pieces: Sequence[bytes] = ()
+        self.framed: bytes | None = None
+        self.ended = False
+        self._method = method
+        self._buffer = b""
+        self._interim = 0
+        self._left = 0
+        self._parser = httptools.HttpResponseParser(self)
+        self._between_chunks = True
+        self._in_chunk = False
+        self._last_byte = b""
+        self._collected: list[bytes] = []
+
+    def feed(self, data: bytes) -> bool:
+        """
+        Take what the upstream sent.
+
+        Returns:
+            Whether the head is complete, so that the attributes are worth looking at.
+
+        Raises:
+            BadHead: the answer is malformed, or bytes follow its end. Nothing that came with
+                this call may be passed on, and the connection is of no more use.
+        """
+        try:
+            if self.head is None:
+                rest = self._feed_head(data)
+                if rest is None:
+                    return False
+                data = rest
+            self._feed_body(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            # not the parser's words: they could repeat bytes of the answer
+            raise BadHead("a line of its framing is malformed") from None
+        return True
+
+    def feed_eof(self) -> bool:
+        """Take the orderly end of the connection; False when it cuts the answer off."""
+        if self.head is None or self.head.framing is not Framing.UNTIL_CLOSE:
+            return False
+        self.pieces, self.framed, self.ended = (), None, True
+        return True
+
+    def close(self) -> None:
+        """Break the cycle with the parser, so that no garbage collection is needed."""
+        del self._parser
+
+    # -- called by the parser ------------------------------------------------------------
+
+    def on_chunk_header(self) -> None:
+        self._in_chunk = True
+
+    def on_body(self, piece: bytes) -> None:
+        self._collected.append(piece)
+
+    def on_chunk_complete(self) -> None:
+        self._in_chunk = False
+
+    def on_message_complete(self) -> None:
+        self.ended = True
+
+    # -- private -------------------------------------------------------------------------
+
+    def _feed_head(self, data: bytes) -> bytes | None:
+        """Return what follows the final answer's head, or None while that is incomplete."""
+        # the last three bytes of what was there before may begin the blank line
+        search_from = max(0, len(self._buffer) - 3)
+        data = self._buffer + data if self._buffer else data
+        while True:
+            found = data.find(b"\r\n\r\n", search_from)
+            if found > MAX_HEAD_BYTES - 4 or (found < 0 and len(data) > MAX_HEAD_BYTES):
+                raise BadHead(f"its head is over {MAX_HEAD_BYTES} bytes")
+            if found < 0:
+                self._buffer = data
+                return None
+            raw, data, search_from = data[: found + 4], data[found + 4 :], 0
+            head = parse_answer_head(raw, method=self._method)
+            if head.status == 101:
+                raise BadHead("it switches protocols, which nobody asked for")
+            self._parser.feed_data(raw)
+            if head.status >= 200:
+                break
+            self._interim += 1
+            if self._interim > MAX_INTERIM_ANSWERS:
+                raise BadHead(f"over {MAX_INTERIM_ANSWERS} interim answers precede it")
+            self.ended = False
+        self.ended = False
+        self.head = head
+        self._left = head.length or 0
+        self._buffer = b""
+        return data
+
+    def _feed_body(self, data: bytes) -> None:
+        assert self.head is not None
+        framing = self.head.framing
+        if framing is Framing.CHUNKED:
+            self._feed_chunks(data)
+            return
+        self.pieces = (data,) if data else ()
+        if framing is Framing.LENGTH:
+            self._left -= len(data)
+            if self._left < 0:
+                raise BadHead("bytes follow its end")
+            self.ended = not self._left
+        elif framing is Framing.NONE:
+            if data:
+                raise BadHead("bytes follow its end")
+            self.ended = True
+
+    def _feed_chunks(self, data: bytes) -> None:
+        self.pieces, self.framed = (), None
+        if not data:
+            return
+        began_between = self._between_chunks
+        self.pieces = self._collected = []
+        # The parser does not say where in its input a message ended. A message can only end with
+        # a blank line; so where one is last, the last byte is fed alone, and an end anywhere else
+        # means that bytes follow it.
+        may_end = len(data) < 4 or data.endswith(b"\r\n\r\n")
+        if may_end:
+            view = memoryview(data)
+            if len(data) > 1:
+                self._parser.feed_data(view[:-1])
+        else:
+            self._parser.feed_data(data)
+        if self.ended:
+            raise BadHead("bytes follow its end")
+        if may_end:
+            self._parser.feed_data(data[-1:])
+        tail = data[-2:] if len(data) > 1 else self._last_byte + data
+        self._last_byte = data[-1:]
+        self._between_chunks = not self._in_chunk and tail == b"\r\n"
+        if began_between and self._between_chunks:
+            # a last chunk with trailers is framed anew, so that they are not passed on
+            plain = not self.ended or data == b"0\r\n\r\n" or data.endswith(b"\r\n0\r\n\r\n")
+            self.framed = data if plain else None

@@ -1,0 +1,163 @@
+"""A scripted upstream: tests say byte by byte what it sends, and see what it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+LIMIT_S = 20.0
+"""How long anything in a test may take before it counts as stuck."""
+
+
+@dataclass(frozen=True)
+class SeenRequest:
+    """One request as it came over the wire."""
+
+    head: bytes
+    body: bytes
+
+    @property
+    def line(self) -> bytes:
+        """The request line."""
+        return self.head.split(b"\r\n", 1)[0]
+
+    @property
+    def fields(self) -> list[tuple[str, str]]:
+        """Header lines in order, names in lower case."""
+        pairs = (line.partition(b":") for line in self.head.split(b"\r\n")[1:] if line)
+        return [(n.decode("latin-1").lower(), v.strip().decode("latin-1")) for n, _, v in pairs]
+
+    def values(self, name: str) -> list[str]:
+        """All values of one header."""
+        return [value for key, value in self.fields if key == name]
+
+
+class Link:
+    """One connection that the upstream accepted."""
+
+    def __init__(
+        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.number = number
+        """Counts connections from 0."""
+        self.reader = reader
+        self.writer = writer
+        self.requests: list[SeenRequest] = []
+
+    async def read_head(self) -> bytes | None:
+        """Read a request's head; None when the other side is done."""
+        try:
+            return await self.reader.readuntil(b"\r\n\r\n")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    async def read_request(self) -> SeenRequest | None:
+        """Read a whole request; None when the other side is done."""
+        head = await self.read_head()
+        if head is None:
+            return None
+        seen = SeenRequest(head, b"")
+        lengths = seen.values("content-length")
+        body = await self.reader.readexactly(int(lengths[0])) if lengths else b""
+        seen = SeenRequest(head, body)
+        self.requests.append(seen)
+        return seen
+
+    async def send(self, data: bytes) -> None:
+        """Send bytes as they are."""
+        self.writer.write(data)
+        with suppress(ConnectionError):
+            await self.writer.drain()
+
+    def close(self) -> None:
+        """Close in order (FIN)."""
+        self.writer.close()
+
+    def reset(self) -> None:
+        """Close with RST."""
+        sock = self.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+    async def gone(self) -> None:
+        """Wait until the other side has closed the connection."""
+        async with asyncio.timeout(LIMIT_S):
+            with suppress(ConnectionError):
+                while await self.reader.read(65536):
+                    pass
+
+
+Script = Callable[[Link], Awaitable[None]]
+
+
+class RawUpstream:
+    """Listens on 127.0.0.1 and runs a script for every connection; closes it afterwards."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.links: list[Link] = []
+        self.failures: list[BaseException] = []
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> RawUpstream:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=2**20)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stop()
+        assert not self.failures, self.failures
+
+    async def stop(self) -> None:
+        """Stop listening and drop every connection."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in self.links:
+            link.writer.close()
+
+    @property
+    def requests(self) -> list[SeenRequest]:
+        """All requests read so far."""
+        return [request for link in self.links for request in link.requests]
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        link = Link(len(self.links), reader, writer)
+        self.links.append(link)
+        try:
+            await self.script(link)
+        except asyncio.CancelledError:
+            pass  # the end of the test; the stream server would log it
+        except BaseException as exc:  # noqa: BLE001 - told to the test
+            self.failures.append(exc)
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+
+def answer(body: bytes, *fields: bytes, status: bytes = b"200 OK") -> bytes:
+    """Write an ordinary answer with a length."""
+    lines = [b"HTTP/1.1 " + status, *fields, b"Content-Length: %d" % len(body)]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def chunk(data: bytes) -> bytes:
+    """Write one chunk."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+LAST_CHUNK = b"0\r\n\r\n"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
