@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from modelpool_router.core.spec import Bounds, MemberName, MemberSpec, PoolName, PoolSpec
+from modelpool_router.drivers import profiles
 from modelpool_router.settings import (
     Address,
     ConfigError,
@@ -18,6 +19,7 @@ from modelpool_router.settings import (
     from_mapping,
     load,
     parse,
+    reload,
 )
 from modelpool_router.settings.units import format_duration, format_size, parse_duration
 
@@ -222,6 +224,35 @@ def test_variables_of_kubernetes_and_our_other_ones_get_none() -> None:
 
     assert source is not None
     assert source.warnings == []
+
+
+def test_reading_again_takes_the_same_file_environment_and_flags(tmp_path: Path) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text(TEXT)
+    before = load(file, {"MODELPOOL_MAX_HELD_PER_KEY": "9"}, {"listen": "127.0.0.1:8083"})
+    file.write_text(TEXT.replace("maxHeld: 7", "maxHeld: 70"))
+
+    after = reload(before)
+
+    assert (after.max_held, after.max_held_per_key, after.listen.port) == (70, 9, 8083)
+    assert after.source is not None
+    assert after.source.path == file
+
+
+def test_settings_without_a_file_cannot_be_read_again() -> None:
+    with pytest.raises(ConfigError, match="there is no file to read again"):
+        reload(parse(TEXT))
+
+
+@pytest.mark.parametrize("profile", list(Profile))
+def test_profiles_are_those_of_the_drivers(profile: Profile) -> None:
+    known = profiles.profile(profile.value)
+
+    spec = Member(name="a", command=("x",), profile=profile).spec()
+
+    assert spec.parallel == known.default_parallel
+    assert spec.has_idle_probe is (known.idle_path is not None)
+    assert sorted(profiles.NAMES) == sorted(Profile)
 
 
 def test_secret_in_a_variable_is_only_pointed_at() -> None:

@@ -7,8 +7,8 @@ changes.
 """
 
 from .changes import NEED_RESTART, Changes, PoolChange, compare
-from .loading import from_mapping, load, parse
-from .machine import find_program, read_secret, verify
+from .loading import from_mapping, load, parse, reload
+from .machine import bind_error, find_program, read_secret, verify
 from .model import (
     HoldKeepalive,
     LogFormat,
@@ -41,11 +41,13 @@ __all__ = [
     "SecretSource",
     "Settings",
     "Upstream",
+    "bind_error",
     "compare",
     "find_program",
     "from_mapping",
     "load",
     "parse",
     "read_secret",
+    "reload",
     "verify",
 ]

@@ -62,8 +62,28 @@ def load(
         line = data.count(b"\n", 0, error.start) + 1
         problem = Problem(file, line, None, "", "is not UTF-8", "save the file as UTF-8")
         raise ConfigError([problem]) from error
-    folder = Path(file).absolute().parent
-    return parse(text, file=file, folder=folder, environ=environ, overrides=overrides)
+    full = Path(file).absolute()
+    settings = parse(text, file=file, folder=full.parent, environ=environ, overrides=overrides)
+    assert settings.source is not None  # parsed just now
+    settings.source.path = full
+    return settings
+
+
+def reload(settings: Settings) -> Settings:
+    """
+    Read what *settings* were made of once more: the same file, environment and flags.
+
+    Raises:
+        ConfigError: As `load`; also when *settings* did not come from a file.
+    """
+    source = settings.source
+    if source is None or source.path is None:
+        place = "<settings>" if source is None else source.file
+        way_out = "start the router with a file"
+        raise ConfigError(
+            [Problem(place, None, None, "", "there is no file to read again", way_out)]
+        )
+    return load(source.path, source.environ, source.overrides)
 
 
 def parse(
@@ -77,6 +97,7 @@ def parse(
     """Like `load`, from the *text* of a file; relative paths count from *folder*."""
     source = Source(file, Path.cwd() if folder is None else folder)
     source.places[()] = Place(file)
+    source.environ, source.overrides = dict(environ or {}), dict(overrides or {})
     tree, problems = read_yaml(text, source)
     syntax_is_broken = bool(problems) and not tree
     problems += rules.take_nulls(tree, source)

@@ -73,7 +73,8 @@ def _pool(
 ) -> Iterator[Problem]:
     if pool.memory_settle is not None:
         here = (*path, "memorySettle", "command")
-        yield from _program(pool.memory_settle.command, here, base, environ, source)
+        # It belongs to no member, so no folder is its own.
+        yield from _program(pool.memory_settle.command, here, Path("/"), environ, source)
     for index, member in enumerate(pool.members):
         yield from _member(member, (*path, "members", index), base, environ, source)
 
@@ -173,7 +174,7 @@ def _listeners(settings: Settings, source: Source) -> Iterator[Problem]:
     for key, address in (("listen", settings.listen), ("admin", settings.admin)):
         if address is None:
             continue
-        error = _bind_error(address)
+        error = bind_error(address)
         if error is None:
             continue
         if error.errno == errno.EADDRINUSE:
@@ -188,8 +189,8 @@ def _listeners(settings: Settings, source: Source) -> Iterator[Problem]:
         yield source.problem((key,), reason, way_out)
 
 
-def _bind_error(address: Address) -> OSError | None:
-    """Try to listen on *address* for a moment, as the server will; return what prevents it."""
+def bind_error(address: Address) -> OSError | None:
+    """Listen on *address* for a moment, as the server will; return what prevents it."""
     try:
         infos = socket.getaddrinfo(
             address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

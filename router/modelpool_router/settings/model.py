@@ -254,8 +254,8 @@ class Member(Section):
     """Path that answers 200 when the member can serve; unset: the profile's, `/health` for
     generic."""
     idle_path: ProbePath = None
-    """Path that answers 200 when the member works on nothing, 503 or another status when it
-    does; unset: the profile's probe, none for generic, where the router's own count decides."""
+    """Path that answers 2xx when the member works on nothing and another status, such as 503, when
+    it does; unset: the profile's probe, none for generic, where the router's own count decides."""
     stop_grace_s: Annotated[float | None, Duration("0s", "1h", "auto")] = None
     """Time from the first TERM to the second; auto: the profile's. A busy llama-server leaves
     only at the second."""
@@ -265,7 +265,7 @@ class Member(Section):
     """File for the output of the member; unset: one per member in `stateDir`."""
     memory_needed_bytes: Annotated[int | None, Size(0, 2**50)] = None
     """Accelerator memory that must be free before this member starts, as `memorySettle` measures
-    it; unset: wait until the free memory has stopped growing."""
+    it; unset: as much as when the slot was last empty."""
 
     @property
     def has_idle_probe(self) -> bool:
@@ -291,8 +291,8 @@ class MemorySettle(Section):
     """Command that prints the free memory in MiB, as `nvidia-smi --query-gpu=memory.free
     --format=csv,noheader,nounits` does; the smallest number counts."""
     timeout_s: Annotated[float, Duration("0s", "1h")] = 30.0
-    """Longest wait; then the load starts anyway, because a number that never settles must not
-    stop the pool."""
+    """Longest wait; then the load starts anyway, because a number that never settles must not stop
+    the pool, except that a member fails whose `memoryNeededBytes` are not free."""
     interval_s: Annotated[float, Duration("10ms", "1m")] = 0.5
     """Time between two looks; drivers give memory back within seconds."""
 

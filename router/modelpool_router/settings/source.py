@@ -47,6 +47,11 @@ class Source:
     places: dict[Path_, Place] = field(default_factory=dict)
     warnings: list[Problem] = field(default_factory=list)
     """What is odd but can be used."""
+    path: Path | None = None
+    """Absolute path of the file, to watch it; None when there is none."""
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+    overrides: Mapping[str, object] = field(default_factory=dict, repr=False)
+    """With `file` and `environ`, what is needed to read everything once more."""
 
     def place(self, path: Iterable[str | int]) -> Place:
         """Return where *path* was written; if it was not, where its nearest parent was."""
