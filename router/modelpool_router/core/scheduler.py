@@ -129,10 +129,11 @@ class _Queue:
     fifo: OrderedDict[Ticket, _Hold] = field(default_factory=OrderedDict)
     deadlines: list[tuple[float, int]] = field(default_factory=list)
 
-    def add(self, hold: _Hold, *, first: bool = False) -> None:
+    def add(self, hold: _Hold) -> None:
         self.fifo[hold.ticket] = hold
-        if first:
-            self.fifo.move_to_end(hold.ticket, last=False)
+        if hold.requeued:
+            # Back to its old place: several may come back, in any order.
+            self.fifo = OrderedDict(sorted(self.fifo.items()))
         insort(self.deadlines, (hold.deadline, hold.ticket))
 
     def remove(self, hold: _Hold) -> None:
@@ -223,6 +224,8 @@ class Scheduler:
         self._evicting: MemberName | None = None
         self._evict_probe: int | None = None
         self._evict_at = now
+        self._evict_unasked: set[MemberName] = set()
+        """Intruders that need no idle answer any more: idle, dead, or half down already."""
 
         self._holds: dict[Ticket, _Hold] = {}
         self._queues: dict[MemberName, _Queue] = {}
@@ -298,16 +301,17 @@ class Scheduler:
             due = min(due, ghost.expires)
         match self._state:
             case SlotState.LOADING:
-                if not self._load_cancelled:
+                if not self._load_cancelled and self._may_touch():
                     due = min(due, self._since + self.spec.load_timeout_s)
             case SlotState.UNLOADING:
-                if self._unload_retry_at is not None:
+                if self._unload_retry_at is not None and self._may_touch():
                     due = min(due, self._unload_retry_at)
             case SlotState.RESIDENT:
                 due = min(due, self._resident_due())
             case SlotState.STARTING | SlotState.COLD:
                 pass
-        if self._intruders and self._evict_probe is None and self._evicting is None:
+        evict = self._intruders and self._evict_probe is None and self._evicting is None
+        if evict and self._may_move():
             due = min(due, self._evict_at)
         return None if due == math.inf else due
 
@@ -352,6 +356,9 @@ class Scheduler:
             case ResidentLost():
                 if self._awaits(SlotState.RESIDENT, event.member, event.epoch):
                     self._lost(event.reason, event.detail, now)
+                elif event.member in self._intruders and event.epoch == self._epoch:
+                    self._evict_unasked.add(event.member)
+                    self._evict_at = now
             case LoadAsked(member):
                 self._load_asked(member, now)
             case UnloadAsked():
@@ -391,33 +398,12 @@ class Scheduler:
         if (
             self._is_open_for(event.member)
             and event.member not in self._queues
+            and now <= event.deadline
             and (self._turn_ends_at is None or now < self._turn_ends_at)
         ):
             self._grant(hold, now)
             return
-        failure = self._failures.get(event.member)
-        if failure is not None and now < failure.until:
-            self._answer(
-                hold,
-                RefusalCode.MEMBER_BACKOFF,
-                failure.until - now,
-                f"its last load failed ({failure.reason}); "
-                f"it may be tried again in {failure.until - now:.0f} s",
-                failure.retryable,
-            )
-            return
-        if self._withheld and not self._is_resident(event.member):
-            wait_s = self.wait_s(event.member, now)
-            self._answer(hold, RefusalCode.SLOT_UNAVAILABLE, wait_s, self._withheld, True)
-            return
-        if self._stopping:
-            self._answer(
-                hold,
-                RefusalCode.POOL_DRAINING,
-                DRAINING_RETRY_S,
-                "the router is shutting down",
-                True,
-            )
+        if self._turned_away(hold, now):
             return
         refusal = self._ledger.refusal(event.key)
         if refusal is not None:
@@ -430,6 +416,33 @@ class Scheduler:
             self._answer(hold, RefusalCode(refusal), wait_s, reason, True)
             return
         self._hold(hold)
+
+    def _turned_away(self, hold: _Hold, now: float) -> bool:
+        """Refuse *hold* if holding it is pointless now, whatever its deadline; say whether."""
+        failure = self._failures.get(hold.member)
+        if failure is not None and now < failure.until and not self._is_resident(hold.member):
+            self._answer(
+                hold,
+                RefusalCode.MEMBER_BACKOFF,
+                failure.until - now,
+                f"its last load failed ({failure.reason}); "
+                f"it may be tried again in {failure.until - now:.0f} s",
+                failure.retryable,
+            )
+        elif self._withheld and not self._is_resident(hold.member):
+            wait_s = self.wait_s(hold.member, now)
+            self._answer(hold, RefusalCode.SLOT_UNAVAILABLE, wait_s, self._withheld, True)
+        elif self._stopping:
+            self._answer(
+                hold,
+                RefusalCode.POOL_DRAINING,
+                DRAINING_RETRY_S,
+                "the router is shutting down",
+                True,
+            )
+        else:
+            return False
+        return True
 
     def _dispatch_refused(self, ticket: Ticket, now: float) -> None:
         lease = self._leases.get(ticket)
@@ -455,8 +468,10 @@ class Scheduler:
                 True,
             )
             return
+        if self._turned_away(hold, now):
+            return
         hold.requeued = True
-        self._hold(hold, first=True)
+        self._hold(hold)
 
     def _observed(self, event: Observed, now: float) -> None:
         if self._state is not SlotState.STARTING:
@@ -464,6 +479,8 @@ class Scheduler:
         up = [m for m in self.spec.members if m in event.up]
         up += [m for m in event.up if m not in self.spec.members]
         self._released = event.released and not up
+        if self._released:
+            self._warm = False
         if not up:
             self._enter(SlotState.COLD, None, now)
             if self._unload_asked_at is not None:
@@ -607,7 +624,7 @@ class Scheduler:
         self._begin_unload(member, now)
 
     def _unloaded(self, event: Unloaded, now: float) -> None:
-        if event.member == self._evicting:
+        if event.member == self._evicting and event.epoch == self._epoch:
             self._intruders.remove(event.member)
             self._evicting = None
             return
@@ -627,9 +644,10 @@ class Scheduler:
 
     def _unload_failed(self, event: UnloadFailed, now: float) -> None:
         retry_s = self._unload_retry_s
-        if event.member == self._evicting:
+        if event.member == self._evicting and event.epoch == self._epoch:
             self._evicting = None
             self._evict_at = now + UNLOAD_RETRY_S
+            self._evict_unasked.add(event.member)  # half down already: it may never answer again
         elif self._awaits(SlotState.UNLOADING, event.member, event.epoch):
             self._unload_retry_at = now + retry_s
             self._unload_retry_s = min(2 * retry_s, MAX_UNLOAD_RETRY_S)
@@ -642,9 +660,8 @@ class Scheduler:
     def _idle_answered(self, event: IdleAnswered, now: float) -> None:
         if event.probe == self._evict_probe:
             self._evict_probe = None
-            if event.verdict is Idleness.IDLE and self._intruders:
-                self._evicting = self._intruders[0]
-                self._out.append(Unload(self._evicting, self._epoch))
+            if event.verdict is Idleness.IDLE:
+                self._evict_unasked.add(self._intruders[0])
             else:
                 self._evict_at = now + FIRST_DEFER_S
             return
@@ -670,7 +687,7 @@ class Scheduler:
         if self._unhealthy_since is None or event.progress_at > self._unhealthy_since:
             self._unhealthy_since = now
             return
-        if now - self._unhealthy_since >= self.spec.hung_after_s:
+        if now - self._unhealthy_since >= self.spec.hung_after_s and self._may_touch():
             for ticket, lease in self._leases.items():
                 if lease.epoch == self._epoch and not lease.ending:
                     lease.ending = True
@@ -713,12 +730,14 @@ class Scheduler:
             case SlotState.RESIDENT:
                 return self._step_resident(now)
             case SlotState.LOADING:
-                if not self._load_cancelled and now >= self._since + self.spec.load_timeout_s:
+                overdue = now >= self._since + self.spec.load_timeout_s
+                if overdue and not self._load_cancelled and self._may_touch():
                     self._load_cancelled = True
                     assert self._up is not None
                     self._out.append(CancelLoad(self._up, self._epoch))
             case SlotState.UNLOADING:
-                if self._unload_retry_at is not None and now >= self._unload_retry_at:
+                at = self._unload_retry_at
+                if at is not None and now >= at and self._may_touch():
                     self._unload_retry_at = None
                     assert self._up is not None
                     self._out.append(Unload(self._up, self._epoch))
@@ -822,6 +841,10 @@ class Scheduler:
                     max_turn_s=self.spec.max_turn_s,
                     now=now,
                 )
+                if end.at < self._promised_until and not any(d.deadlines for d in foreign):
+                    # Nobody is there to be served instead. Without this two members whose clients
+                    # are patient for less than a load would displace each other for ever (H8a).
+                    end = policy.TurnEnd(self._promised_until, end.reason)
                 self._turn_ends_at, self._turn_reason = end.at, end.reason
                 if now >= end.at:
                     self._turn_over = end.reason
@@ -909,9 +932,8 @@ class Scheduler:
         self._closing = None
         self._lent = 0
         self._suspect = False
-        self._unload_retry_at = None
+        self._unload_retry_at = now
         self._unload_retry_s = UNLOAD_RETRY_S
-        self._out.append(Unload(member, self._epoch))
 
     def _evict(self, now: float) -> bool:
         """Take down who was found up beside the resident, one at a time, only when idle."""
@@ -919,6 +941,11 @@ class Scheduler:
             return False
         if not self._may_move():
             return False
+        for member in self._intruders:
+            if member in self._evict_unasked:
+                self._evicting = member
+                self._out.append(Unload(member, self._epoch))
+                return True
         self._probes += 1
         self._evict_probe = self._probes
         self._out.append(ProbeIdle(self._intruders[0], self._probes))
@@ -926,13 +953,13 @@ class Scheduler:
 
     # ------------------------------------------------------------------ holds and leases
 
-    def _hold(self, hold: _Hold, *, first: bool = False) -> None:
+    def _hold(self, hold: _Hold) -> None:
         self._ledger.add(hold.key)
         self._holds[hold.ticket] = hold
         queue = self._queues.get(hold.member)
         if queue is None:
             queue = self._queues[hold.member] = _Queue()
-        queue.add(hold, first=first)
+        queue.add(hold)
         heappush(self._deadlines, (hold.deadline, hold.ticket))
 
     def _unhold(self, hold: _Hold) -> None:
@@ -1086,8 +1113,12 @@ class Scheduler:
         spec = self.spec.members.get(member)
         return 0 if spec is None else spec.parallel
 
+    def _may_touch(self) -> bool:
+        """Say whether the slot is ours to act on; cleaning up needs no more than this."""
+        return not (self._withheld or self._stopping)
+
     def _may_move(self) -> bool:
-        return not (self._paused or self._withheld or self._stopping)
+        return self._may_touch() and not self._paused
 
     def _may_load(self, member: MemberName, now: float) -> bool:
         failure = self._failures.get(member)
