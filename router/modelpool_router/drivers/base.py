@@ -2,7 +2,7 @@
 The written contract between the runtime and a platform that runs members.
 
 A driver decides from live state inside its own loop: the caller never checks first. One contract
-test (``tests/router/drivers/contract.py``) runs against every driver, the fake one included.
+test (``tests/router/drivers/test_contract.py``) runs against every driver, the fake one included.
 """
 
 from __future__ import annotations
