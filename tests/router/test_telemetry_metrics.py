@@ -134,7 +134,9 @@ def test_given_thousands_of_made_up_names_when_counted_then_the_number_of_series
 
     for number in range(5000):
         metrics.request_done("gpu0", f"m{number}", "served", 200, 0.1, 0.1)
-        metrics.request_done("gpu0", "alpha", f"o{number}", f"c{number}", 0.1, 0.1)
+        word = "".join(chr(ord("a") + int(digit)) for digit in str(number))
+        metrics.request_done("gpu0", "alpha", f"o{number}", word, 0.1, 0.1)
+        metrics.note(GPU0, Note(NoteKind.LOAD_FAILED, {"member": "beta", "reason": word}))
 
     assert len(samples(metrics)) < before + 200
 
@@ -208,6 +210,16 @@ def test_given_a_state_that_lasts_when_scraped_then_its_time_counts_already(
             NoteKind.LOAD_FAILED,
             {"member": "beta", "reason": "exited", "detail": "x", "backoff_s": 5.0, "failures": 1},
             'modelpool_load_failures_total{member="beta",pool="gpu0",reason="exited"}',
+        ),
+        (
+            NoteKind.LOAD_FAILED,
+            {"member": "beta", "reason": "ImagePullBackOff"},
+            'modelpool_load_failures_total{member="beta",pool="gpu0",reason="ImagePullBackOff"}',
+        ),
+        (
+            NoteKind.LOAD_FAILED,
+            {"member": "stranger", "reason": "exited"},
+            'modelpool_load_failures_total{member="unknown",pool="gpu0",reason="exited"}',
         ),
         (
             NoteKind.LOAD_FAILED,

@@ -31,10 +31,12 @@ LOAD_FAILURES = (
     "load_timeout",
     "command_not_found",
     "port_in_use",
-    "lost",
+    "start_failed",
+    "readiness_refused",
+    "memory_not_free",
     "driver_unavailable",
 )
-"""Reasons whose series exist from the start."""
+"""Reasons whose series exist from the start; drivers have rarer ones."""
 
 CODES_WITH_MEMBER = {
     "served": ("2xx", "4xx", "5xx"),

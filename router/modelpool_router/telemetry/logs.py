@@ -331,7 +331,11 @@ def _message(record: logging.LogRecord) -> str:
             message %= args
         except (TypeError, ValueError, KeyError):
             pass  # the bare message is still worth a line
-    return message.partition("\n")[0]
+    message = message.partition("\n")[0]
+    if record.name == "asyncio" and message.startswith(("Exception in callback", "Executing")):
+        # Followed by the callback with its arguments, received bytes among them.
+        message = message.partition("(")[0]
+    return message
 
 
 def _describe(error: BaseException) -> dict[str, Any]:

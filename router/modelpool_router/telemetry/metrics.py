@@ -11,6 +11,7 @@ Everything here belongs to the event loop's thread, the scrape included.
 from __future__ import annotations
 
 import platform
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -31,7 +32,9 @@ from . import families as f
 Labels = tuple[str, ...]
 
 MAX_CODES = 64
-"""Codes come from our own constants; the bound holds even if one day one did not."""
+MAX_REASONS = 64
+"""Codes and reasons are words of our own code; the bounds hold even if one day one were not."""
+_WORD = re.compile(r"[A-Za-z][A-Za-z_]{0,39}")
 
 
 class Histogram:
@@ -87,6 +90,7 @@ class Metrics:
         self._codes: dict[str | int, str] = {"": "none"}
         for codes in (*f.CODES_WITH_MEMBER.values(), f.CODES_WITHOUT_MEMBER):
             self._codes.update((code, code) for code in codes)
+        self._reasons = set(f.LOAD_FAILURES)
         self._pools: dict[str, tuple[str, ...]] = {}
         self._targets: set[tuple[str, str]] = set()
         self.reconfigure(pools, upstreams)
@@ -162,7 +166,7 @@ class Metrics:
             case NoteKind.SWAP_DEFERRED:
                 self._add(f.SWAP_DEFERRED, pool, _one_of(f.DEFER_REASONS, fields.get("reason")))
             case NoteKind.LOAD_FAILED:
-                reason = _one_of(f.LOAD_FAILURES, fields.get("reason"))
+                reason = self._reason(str(fields.get("reason", "")))
                 self._add(f.LOAD_FAILURES_TOTAL, pool, member, reason)
             case NoteKind.UNLOAD_RETRIED:
                 self._add(f.UNLOADS_RETRIED, pool, member)
@@ -311,12 +315,19 @@ class Metrics:
             if not 100 <= status <= 599:
                 return f.OTHER
             label = f"{status // 100}xx"
-        elif len(set(self._codes.values())) >= MAX_CODES:
+        elif len(set(self._codes.values())) >= MAX_CODES or not _WORD.fullmatch(code):
             return f.OTHER
         else:
             label = code
         self._codes[code] = label
         return label
+
+    def _reason(self, reason: str) -> str:
+        if reason not in self._reasons:
+            if len(self._reasons) >= MAX_REASONS or not _WORD.fullmatch(reason):
+                return f.OTHER
+            self._reasons.add(reason)
+        return reason
 
     def _still_configured(self, family: f.Family, labels: Labels) -> bool:
         """Tell whether every pool and member in *labels* exists; the rest comes from lists."""

@@ -84,7 +84,7 @@ def _labels() -> list[str]:
         (
             "reason",
             f"of a deferred swap {_words(f.DEFER_REASONS)}; of a failed load "
-            f"{_words(f.LOAD_FAILURES)}; of a release {_words(f.RELEASE_REASONS)}; "
+            f"{_words(f.LOAD_FAILURES)} and rarer ones; of a release {_words(f.RELEASE_REASONS)}; "
             f"else `{f.OTHER}`",
         ),
     ]
