@@ -20,6 +20,7 @@ __all__ = [
     "inspect_json",
     "inspect_multipart",
     "model_span",
+    "multipart_model_span",
     "replace_model",
 ]
 
@@ -129,6 +130,18 @@ def model_span(data: Text) -> tuple[int, int]:
         KeyError: the body has no ``model``.
     """
     return jsontext.value_span(data, "model")
+
+
+def multipart_model_span(content_type: str, data: Text) -> tuple[int, int]:
+    """
+    Return begin and end of the value of the form field ``model``, in bytes.
+
+    Only for a body that `inspect_multipart` accepted.
+
+    Raises:
+        KeyError: the body has no ``model``.
+    """
+    return multipart.field_span(content_type, data, "model")
 
 
 def replace_model(data: Text, span: tuple[int, int], served_model: str) -> bytes:

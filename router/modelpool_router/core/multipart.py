@@ -56,9 +56,25 @@ def text_fields(content_type: str, data: Text, *, wanted: frozenset[str]) -> dic
         BadMultipart: no boundary, broken frame, more than `MAX_PARTS` parts.
         DuplicateField, NotText: of a wanted field.
     """
+    return {name: text for name, (text, _) in _fields(content_type, data, wanted).items()}
+
+
+def field_span(content_type: str, data: Text, name: str) -> tuple[int, int]:
+    """
+    Return begin and end in bytes of the value of the field *name*; raises like `text_fields`.
+
+    Raises:
+        KeyError: the body has no such field.
+    """
+    return _fields(content_type, data, frozenset({name}))[name][1]
+
+
+def _fields(
+    content_type: str, data: Text, wanted: frozenset[str]
+) -> dict[str, tuple[str, tuple[int, int]]]:
     body = bytes(data) if isinstance(data, memoryview) else data
     mark = b"--" + _boundary(content_type)
-    fields: dict[str, str] = {}
+    fields: dict[str, tuple[str, tuple[int, int]]] = {}
     if body[: len(mark)] != mark:
         raise BadMultipart("it does not begin with its boundary")
     at = len(mark)
@@ -80,7 +96,9 @@ def text_fields(content_type: str, data: Text, *, wanted: frozenset[str]) -> dic
         if name in wanted:
             if name in fields:
                 raise DuplicateField(name)
-            fields[name] = _text(body, name, is_file, head_end + 4, end)
+            # the value ends where the line end before the next boundary begins
+            begin = min(head_end + 4, end)
+            fields[name] = _text(body, name, is_file, begin, end), (begin, end)
         at = end + 2 + len(mark)
     raise BadMultipart(f"it has more than {MAX_PARTS} parts")
 

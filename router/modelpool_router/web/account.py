@@ -1,0 +1,110 @@
+"""
+What became of each request: exactly one outcome, counted once, logged once (H13).
+
+Outcomes: ``served``, ``refused:<code>``, ``client_gone``, ``upstream_error``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..core.catalog import Route
+from ..telemetry import Logs, Metrics
+from .errors import ApiError
+from .exchange import Forwarded
+from .server import FrontRequest
+
+
+class RequestRecord:
+    """One request, from its arrival to its outcome."""
+
+    __slots__ = (
+        "arrived_at",
+        "bytes_sent",
+        "code",
+        "first_byte_at",
+        "granted_at",
+        "held_from",
+        "held_until",
+        "key_id",
+        "model",
+        "outcome",
+        "request_id",
+        "route",
+        "status",
+    )
+
+    def __init__(self, request: FrontRequest, now: float) -> None:
+        self.request_id = request.request_id
+        self.arrived_at = now
+        self.route: Route | None = None
+        self.model: str | None = None
+        self.key_id: str | None = None
+        self.held_from: float | None = None
+        self.held_until: float | None = None
+        self.granted_at: float | None = None
+        self.first_byte_at: float | None = None
+        self.outcome = "client_gone"
+        self.status: int | None = None
+        self.code = ""
+        self.bytes_sent = 0
+
+    def refused(self, error: ApiError) -> None:
+        """The router answered with an error of its own before it dispatched anything."""
+        self.outcome = f"refused:{error.code}"
+        self.status = error.status
+        self.code = error.code
+
+    def failed(self, error: ApiError) -> None:
+        """Dispatched, and no byte of an answer came: the router told the client so."""
+        self.outcome = "upstream_error"
+        self.status = error.status
+        self.code = error.code
+
+    def forwarded(self, result: Forwarded) -> None:
+        """An answer was relayed, whole or in part."""
+        self.outcome = result.outcome
+        self.status = result.status or None
+        self.code = result.code or ""
+        self.bytes_sent = result.bytes_sent
+        self.first_byte_at = result.first_byte_at
+
+
+class Accountant:
+    """Counts and logs finished requests."""
+
+    def __init__(self, metrics: Metrics, logs: Logs, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._logs = logs
+        self._clock = clock
+
+    def close(self, record: RequestRecord) -> None:
+        """Count and log *record*; called once for each request that was accepted or refused."""
+        now = self._clock()
+        route = record.route
+        pool = None if route is None else (route.pool or "")
+        member = None if route is None else route.member
+        held_s = None
+        if record.held_from is not None:
+            held_s = (record.held_until or now) - record.held_from
+        ttfb_s = None
+        if record.first_byte_at is not None and record.granted_at is not None:
+            ttfb_s = record.first_byte_at - record.granted_at
+        outcome = record.outcome
+        self._metrics.request_done(
+            pool, member, outcome, record.code or record.status or "", held_s, ttfb_s
+        )
+        self._logs.request_line(
+            request_id=record.request_id,
+            pool=pool,
+            member=member,
+            model=record.model,
+            held_ms=None if held_s is None else held_s * 1000,
+            outcome=outcome,
+            status=record.status,
+            code=record.code,
+            sent_bytes=record.bytes_sent,
+            ttfb_ms=None if ttfb_s is None else ttfb_s * 1000,
+            duration_ms=(now - record.arrived_at) * 1000,
+            key_id=record.key_id,
+        )
