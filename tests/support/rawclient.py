@@ -1,5 +1,7 @@
 """
-A client that sends bytes as they are and reads answers strictly: for requests no library would send.
+A client that sends bytes as they are and reads answers strictly.
+
+For requests that no library would send.
 """
 
 from __future__ import annotations

@@ -296,13 +296,14 @@ class FrontConnection(web_protocol.RequestHandler):
         if self._backlog:
             data, self._backlog = self._backlog + data, b""
         seen = self._request_count
+        in_body = not self._latest_payload.is_eof()
         super().data_received(data)
         if self._request_count != seen:
             self._front.unwatch(self)
             self._phase = _Phase.SERVED
             self._head_bytes = 0
             self._note_latest()
-        elif data and self._latest_payload.is_eof():
+        elif data and not in_body:
             self._in_head(len(data))
 
     def _note_latest(self) -> None:
@@ -380,7 +381,13 @@ class FrontConnection(web_protocol.RequestHandler):
             if self.transport is not None:
                 self.transport.abort()
             raise ConnectionError("an answer has begun already")
-        return render(error, family_of(request.route_path), request.request_id)
+        response = render(error, family_of(request.route_path), request.request_id)
+        if request.version != HttpVersion11:
+            # The status line tells our version, not the client's. An old client would have to be
+            # told that the connection stays, so it does not.
+            request._cache["version"] = HttpVersion11
+            response.force_close()
+        return response
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
