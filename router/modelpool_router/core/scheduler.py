@@ -794,7 +794,7 @@ class Scheduler:
         self._end_long_leases(bool(foreign), now)
         closing = self._closing
         if closing is not None:
-            if not self._still_wanted(closing, foreign):
+            if not self._still_wanted(closing, foreign, now):
                 self._closing = None
                 self._turn_over = ""
                 self._note(NoteKind.TURN_REOPENED, member=self._up)
@@ -863,7 +863,7 @@ class Scheduler:
                 return "idle_unload"
         return ""
 
-    def _still_wanted(self, closing: _Closing, foreign: list[policy.Demand]) -> bool:
+    def _still_wanted(self, closing: _Closing, foreign: list[policy.Demand], now: float) -> bool:
         """Say whether the wish that closed admission still stands (H8)."""
         if not self._may_move():
             return False
@@ -874,7 +874,12 @@ class Scheduler:
             case "unload":
                 return True
             case "idle_unload" | "reclaim":
-                return not foreign and self._up not in self._queues
+                wanted = (
+                    self.spec.idle_unload_after_s is not None
+                    if closing.reason == "idle_unload"
+                    else self.spec.reclaim_default_after_s is not None and self._reclaimable(now)
+                )
+                return wanted and not foreign and self._up not in self._queues
             case _:
                 return bool(foreign)
 

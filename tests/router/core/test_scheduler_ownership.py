@@ -267,6 +267,20 @@ def test_o5_an_idle_resident_gives_way_to_the_default_when_that_is_configured() 
     assert slot.loads() == [(61.0, B)]
 
 
+def test_o5_a_timer_that_was_switched_off_during_the_probe_unloads_nobody() -> None:
+    unload = Slot(pool(idle_unload_after_s=30.0), up=(A,))
+    reclaim = Slot(pool(default=B, reclaim_default_after_s=30.0), up=(A,))
+
+    for slot in (unload, reclaim):
+        slot.at(30.0)
+        off = replace(slot.spec, idle_unload_after_s=None, reclaim_default_after_s=None)
+        slot.tell(e.Reconfigured(off))
+        slot.answer()
+
+    assert unload.unloads() == []
+    assert reclaim.unloads() == []
+
+
 def test_o5_reclaim_waits_for_the_back_off_of_the_default() -> None:
     slot = Slot(pool(default=B, reclaim_default_after_s=1.0, restore=False))
     slot.load_failed()  # back-off: 5 s
