@@ -804,10 +804,10 @@ class Scheduler:
             self._turn_over = ""
             self._turn_ends_at = None
         reason = self._closing_reason(foreign, now)
+        if not foreign and not reason:
+            self._defer_s = FIRST_DEFER_S
         if now >= self._deferred_until:
             self._deferred_reason = ""
-            if not reason:
-                self._defer_s = FIRST_DEFER_S
         if reason and now >= self._deferred_until:
             cause = foreign[0].member if foreign else None
             if reason == "reclaim":
