@@ -47,6 +47,8 @@ class Link:
         self.reader = reader
         self.writer = writer
         self.requests: list[SeenRequest] = []
+        self.over = asyncio.Event()
+        """Set when the script is done with this connection."""
 
     async def read_head(self) -> bytes | None:
         """Read a request's head; None when the other side is done."""
@@ -68,10 +70,11 @@ class Link:
         return seen
 
     async def send(self, data: bytes) -> None:
-        """Send bytes as they are."""
-        self.writer.write(data)
-        with suppress(ConnectionError):
-            await self.writer.drain()
+        """Send bytes as they are; in vain once the other side is gone."""
+        if not self.writer.is_closing():
+            self.writer.write(data)
+            with suppress(ConnectionError):
+                await self.writer.drain()
 
     def close(self) -> None:
         """Close in order (FIN)."""
@@ -83,8 +86,13 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
+    async def ended(self) -> None:
+        """For tests: wait until the script is done, mostly because the other side closed."""
+        async with asyncio.timeout(LIMIT_S):
+            await self.over.wait()
+
     async def gone(self) -> None:
-        """Wait until the other side has closed the connection."""
+        """For scripts: wait until the other side has closed the connection."""
         async with asyncio.timeout(LIMIT_S):
             with suppress(ConnectionError):
                 while await self.reader.read(65536):
@@ -143,6 +151,7 @@ class RawUpstream:
             self.failures.append(exc)
         finally:
             self._tasks.discard(task)
+            link.over.set()
             writer.close()
 
 

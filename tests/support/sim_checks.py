@@ -216,9 +216,7 @@ def load(model: PoolModel, command: c.Load) -> None:
     else:
         model.checks["S13"] += 1
     if model.held[member] and member not in model.ghosts and member not in model.asked:
-        mine = max(
-            next(iter(model.held[member].values())).arrived, model.lives[member].last_grant_at
-        )
+        mine = max(next(iter(model.held[member].values())).arrived, model.lives[member].left_at)
         for name, line in model.held.items():
             if name != member and line:
                 other = max(next(iter(line.values())).arrived, model.lives[name].left_at)

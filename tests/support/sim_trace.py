@@ -73,7 +73,6 @@ class Life:
     """A connection was refused and nobody has looked since."""
     probe: Probe | None = None
     idle_since: float = 0.0
-    last_grant_at: float = -1.0
     lost_at: float = -1.0
     left_at: float = -1.0
     """When it was last displaced: who had a turn queues up behind those who had none."""
@@ -293,6 +292,7 @@ class PoolModel:
                     self._lose(member, life)
             case e.LoadAsked(member):
                 self.asked.add(member)
+                self.failed_at.pop(member, None)
             case e.UnloadAsked():
                 self.unload_asked = True
             case e.Paused():
@@ -346,6 +346,7 @@ class PoolModel:
         life.unhealthy_since = life.probe = None
         self.ghosts.pop(member, None)
         self.asked.discard(member)
+        self.failed_at.pop(member, None)
         self.restorable = None
         self.displaced_for = set()
         self.released = False
@@ -404,7 +405,6 @@ class PoolModel:
                 self.leases[member][ticket] = request
                 self.lease_total += 1
                 life.epoch = epoch
-                life.last_grant_at = self.t
                 if life.probe is not None:
                     life.probe.valid = False
             case c.Refuse(ticket, code, retry_after_s):

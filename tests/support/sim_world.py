@@ -123,7 +123,7 @@ class Client:
 class Process:
     """What physically exists of one member."""
 
-    __slots__ = ("dead", "epoch", "landed", "state", "work")
+    __slots__ = ("dead", "epoch", "hangs", "state", "work")
 
     def __init__(self) -> None:
         self.state = "absent"
@@ -133,7 +133,8 @@ class Process:
         """Number of the driver's current job for it: callbacks of older jobs are void."""
         self.dead = False
         """It is believed up but its process ended."""
-        self.landed = 0.0
+        self.hangs = False
+        """Its load will not end by itself."""
 
 
 class PoolWorld:
@@ -253,7 +254,6 @@ class PoolWorld:
         for name in self.pool.up:
             process = self._process(name)
             process.epoch = view.epoch
-            process.landed = now
             self._start_looking(name, process, view.epoch)
 
     # -- commands ------------------------------------------------------------------------------
@@ -316,7 +316,8 @@ class PoolWorld:
         work = process.work
         plan = self._scripted(member, "load")
         kind = plan.kind if plan else "ok"
-        if kind == "hang":
+        process.hangs = kind == "hang"
+        if process.hangs:
             self.injected["load_hangs"] += 1
             return
         seconds = plan.seconds if plan else self._usual(member).load
@@ -331,7 +332,8 @@ class PoolWorld:
     def _landed(self, member: MemberName, process: Process, work: int, plan: Answer | None) -> None:
         if process.work != work:
             return
-        process.state, process.landed = "up", self.clock.now
+        process.work += 1
+        process.state = "up"
         epoch = process.epoch
         if plan is not None and plan.dies_after is not None:
             self.injected["death_after_landing"] += 1
@@ -650,7 +652,7 @@ class PoolWorld:
         self.feed(e.Resumed())
         self.feed(e.SlotRegained())
         for name, process in self._processes.items():
-            if process.state == "loading":
+            if process.state == "loading" and process.hangs:
                 self._rescue(name, process, process.work)
         for name in self.model.spec.members:
             self._recovering.add(name)
@@ -659,9 +661,7 @@ class PoolWorld:
 
     def _rescue(self, name: MemberName, process: Process, work: int) -> None:
         """A load that hangs when the faults end comes up after all."""
-        plan = self._answers.get((name, "load", self._nth[name, "load"] - 1))
-        if plan is not None and plan.kind == "hang":
-            self._later(self._usual(name).load, lambda: self._landed(name, process, work, None))
+        self._later(self._usual(name).load, lambda: self._landed(name, process, work, None))
 
     def stop(self) -> None:
         """The router goes down."""
