@@ -16,6 +16,7 @@ import structlog
 
 from ..core.estimates import Estimates
 from ..core.spec import PoolName
+from ..drivers.statedir import file_name
 
 log = structlog.get_logger("modelpool.record")
 
@@ -35,7 +36,7 @@ class RecordStore:
         self._folder = folder
 
     def _path(self, pool: PoolName) -> Path:
-        return self._folder / f"{pool}.record.json"
+        return self._folder / f"{file_name(pool)}.record.json"
 
     def read(self, pool: PoolName) -> PoolRecord:
         """Return the record of *pool*, an empty one if there is none that can be read."""

@@ -159,7 +159,9 @@ class Dispatcher:
         self, job: Job, pool_name: PoolName, held: HeldStream | None
     ) -> Forwarded:
         target = job.surface.pools[pool_name]
-        pool, record = self._pools[pool_name], job.record
+        pool, record = self._pools.get(pool_name), job.record
+        if pool is None:
+            raise ApiError.of("model_not_found", "The model was removed meanwhile.", "model")
         record.held_from = self._loop.time()
         deadline = hold_deadline(
             record.held_from,

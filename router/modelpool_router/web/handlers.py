@@ -71,6 +71,19 @@ class DataPort:
         self._ready = ready
         self._loop = asyncio.get_running_loop()
         self._created = int(time.time())
+        self.active = 0
+        """Requests under way, the small answers not counted."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no request is under way."""
+        return self.active == 0
+
+    async def until_idle(self) -> None:
+        """Return when no request is under way."""
+        await self._idle.wait()
 
     async def __call__(self, request: FrontRequest) -> web.StreamResponse:
         """Answer one request."""
@@ -81,6 +94,8 @@ class DataPort:
             if rule.kind in (Kind.MODELS, Kind.MODEL):
                 return self._models(request, rule)
         record = RequestRecord(request, self._loop.time())
+        self.active += 1
+        self._idle.clear()
         try:
             return await self._infer(request, record, rule)
         except DispatchFailed as error:
@@ -96,6 +111,9 @@ class DataPort:
             record.refused(ApiError.of("internal_error", ""))
             raise
         finally:
+            self.active -= 1
+            if not self.active:
+                self._idle.set()
             self._accountant.close(record)
 
     def _refuse(self, request: FrontRequest, error: ApiError) -> web.StreamResponse:

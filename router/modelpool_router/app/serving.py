@@ -1,0 +1,144 @@
+"""What a process adds to a router: event loop, signals, reload of the file, exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+import structlog
+
+from ..drivers.base import DriverError
+from ..settings import ConfigError, Settings, reload
+from ..telemetry import configure_logs
+from ..telemetry.logs import Logs
+from ..web.auth import BadKeys
+from ..web.server import ParserMissing
+from .router import Router
+
+log = structlog.get_logger("modelpool.serve")
+
+OK, FAILED = 0, 1
+
+
+def run(settings: Settings) -> int:
+    """Serve until a signal says stop; return the exit code."""
+    logs = configure_logs(settings.log_level, settings.log_format)
+    try:
+        if sys.platform == "win32":
+            return asyncio.run(_serve(settings, logs))
+        import uvloop
+
+        return int(uvloop.run(_serve(settings, logs)))
+    finally:
+        logs.close()
+
+
+async def _serve(settings: Settings, logs: Logs) -> int:
+    router = Router(settings, logs)
+    stop, hurry, again = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def stop_or_hurry() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    with _signals(stop_or_hurry, again.set):
+        try:
+            await router.start()
+        except (OSError, DriverError, BadKeys, ParserMissing) as error:
+            print(f"modelpool: cannot start: {error}", file=sys.stderr)
+            return FAILED
+        _say_where(router)
+        # What is there now stays for ever: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        reloading = asyncio.get_running_loop().create_task(
+            _reload_when_asked(router, again), name="reload"
+        )
+        await stop.wait()
+        log.info("stopping", hint="once more hurries")
+        reloading.cancel()
+        await asyncio.gather(reloading, return_exceptions=True)
+        await router.stop(hurry)
+        log.info("stopped")
+    return OK
+
+
+def _say_where(router: Router) -> None:
+    listen, admin = router.addresses
+    log.info(
+        "listening",
+        url=f"http://{listen}",
+        admin="off" if admin is None else f"http://{admin}",
+        pools=[pool.name for pool in router.settings.pools],
+    )
+
+
+@contextlib.contextmanager
+def _signals(stop: Callable[[], None], again: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: again}
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in handlers:
+            loop.remove_signal_handler(number)
+
+
+async def _reload_when_asked(router: Router, asked: asyncio.Event) -> None:
+    """Reload on SIGHUP and when the file has changed; a bad file changes nothing."""
+    seen = await asyncio.to_thread(_stamp, router.settings)
+    while True:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asked.wait(), router.settings.reload_poll_s)
+        stamp = await asyncio.to_thread(_stamp, router.settings)
+        if stamp == seen and not asked.is_set():
+            continue
+        asked.clear()
+        seen = stamp
+        await reload_once(router)
+
+
+async def reload_once(router: Router) -> bool:
+    """Read the file again and put it in force; log what came of it; return whether it is."""
+    try:
+        new = await asyncio.to_thread(reload, router.settings)
+        changes = await router.reload(new)
+    except ConfigError as error:
+        for problem in error.problems:
+            log.error("configuration refused, the old one stays", problem=str(problem))
+        return False
+    except (OSError, KeyError, UnicodeError, BadKeys, DriverError) as error:
+        log.error("configuration refused, the old one stays", problem=str(error))
+        return False
+    for problem in changes.refused:
+        log.warning("needs a restart, the old value stays", problem=str(problem))
+    log.info("configuration reloaded", changed=not changes.is_empty)
+    return True
+
+
+def _stamp(settings: Settings) -> tuple[object, ...]:
+    """
+    Return what tells a changed file from an unchanged one.
+
+    Follows links: a mounted ConfigMap changes by swapping the link of its folder.
+    """
+    source = settings.source
+    if source is None or source.path is None:
+        return ()
+    secrets = (settings.keys, settings.admin_token)
+    paths = [source.path, *(secret.file for secret in secrets if secret and secret.file)]
+    stamp: list[object] = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError:
+            stamp.append(None)
+        else:
+            stamp.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(stamp)
