@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from modelpool_router.core.headers import (
@@ -23,6 +23,7 @@ from modelpool_router.core.headers import (
     stream_head,
 )
 
+steady = settings(derandomize=True, deadline=None)
 IDS = ExchangeIds("req-1")
 
 # Every byte that can be in a header line as aiohttp hands it over, and those that cannot.
@@ -135,6 +136,7 @@ def test_given_a_credential_that_breaks_its_line_when_built_then_it_is_refused()
         sent([], credential=(b"Authorization", b"Bearer a\r\nX: y"))
 
 
+@steady
 @given(st.lists(st.tuples(any_name, any_value), max_size=6), st.text(max_size=30))
 @example([(b"Accept", b"a\r\nEvil: 1")], "a\r\nEvil: 1")
 @example([(b"Accept", b"a\nEvil: 1"), (b"user-agent", b"\x00")], "\u2028\x85")
@@ -150,6 +152,7 @@ def test_given_any_input_when_a_request_goes_up_then_each_line_is_one_of_ours(
         )
 
 
+@steady
 @given(st.text(max_size=50))
 def test_given_any_text_when_written_as_a_header_then_it_stays_in_its_line(value: str) -> None:
     assert re.fullmatch(rb"[\x20-\x7e]*", header_text(value))
@@ -295,6 +298,7 @@ def test_given_an_odd_head_when_read_then_it_is_refused_without_an_echo(raw: byt
     assert raw.decode("latin-1") not in str(caught.value)
 
 
+@steady
 @given(st.lists(st.tuples(token, text), max_size=8), st.booleans())
 def test_given_any_fields_when_passed_on_then_the_kept_ones_keep_order_and_the_rest_is_ours(
     fields: list[Field], close: bool
@@ -322,6 +326,7 @@ def test_given_any_fields_when_passed_on_then_the_kept_ones_keep_order_and_the_r
     assert not [line for line in ours if line.lower().startswith((b"x: y", b"content-length"))]
 
 
+@steady
 @given(st.binary(max_size=200))
 @example(b"A:" * 60)
 @example(b"A: b\r\n" * 30)

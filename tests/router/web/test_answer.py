@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from modelpool_router.core.headers import BadHead
 from modelpool_router.web.answer import MAX_INTERIM_ANSWERS, AnswerReader
 from rawupstream import LAST_CHUNK, chunk
 
+steady = settings(derandomize=True, deadline=None)
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -39,6 +40,7 @@ cuts = st.lists(st.integers(0, 10_000), max_size=12)
 bodies = st.lists(st.binary(min_size=1, max_size=300), max_size=6)
 
 
+@steady
 @given(bodies, cuts, st.sampled_from([b"", b";ext=1"]), st.sampled_from([b"", b"X-T: 1\r\n"]))
 @example([b"0\r\n\r\n"], [], b"", b"")
 @example([b"a\r\n\r\n"], list(range(120)), b"", b"")
@@ -58,6 +60,7 @@ def test_given_a_chunked_answer_cut_anywhere_then_body_and_end_are_found(
     assert b"X-T" not in out or not trailer
 
 
+@steady
 @given(bodies, cuts, st.binary(min_size=1, max_size=30))
 @example([b"x"], [], b"\r\n")
 @example([b"x"], [], b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
@@ -73,6 +76,7 @@ def test_given_bytes_after_the_end_in_the_same_read_then_the_answer_is_refused(
         read(parts)
 
 
+@steady
 @given(bodies, cuts, st.integers(1, 10_000))
 def test_given_a_chunked_answer_cut_short_then_it_never_counts_as_complete(
     chunks: list[bytes], places: list[int], missing: int
@@ -86,6 +90,7 @@ def test_given_a_chunked_answer_cut_short_then_it_never_counts_as_complete(
     assert b"".join(chunks).startswith(body)
 
 
+@steady
 @given(st.binary(max_size=300), cuts)
 def test_given_an_answer_with_a_length_cut_anywhere_then_it_ends_at_its_length(
     content: bytes, places: list[int]
@@ -97,6 +102,7 @@ def test_given_an_answer_with_a_length_cut_anywhere_then_it_ends_at_its_length(
     assert reader.ended and body == content
 
 
+@steady
 @given(st.binary(max_size=300), cuts)
 def test_given_an_answer_without_framing_then_it_ends_with_the_connection(
     content: bytes, places: list[int]
@@ -107,6 +113,7 @@ def test_given_an_answer_without_framing_then_it_ends_with_the_connection(
     assert reader.feed_eof() and reader.ended
 
 
+@steady
 @given(st.binary(max_size=400), cuts)
 def test_given_noise_then_it_is_refused_or_unfinished_and_nothing_else_happens(
     noise: bytes, places: list[int]

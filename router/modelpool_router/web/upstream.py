@@ -1,0 +1,406 @@
+"""
+Connections to members and upstreams: one `asyncio.Protocol`, no HTTP client library.
+
+An `UpstreamConnection` finds where the answer's head and body end and passes the bytes on as
+they came. It knows nothing of clients: `web.forward` is its `Receiver`. `UpstreamClient` lends
+connections and keeps those that may be used once more.
+
+Reuse is for the happy path of short answers alone. A connection is used again only when its last
+answer was complete, neither streamed nor framed by chunks, ended less than a second ago, left no
+byte behind, and the upstream allows it: engines drop connections after a stream without saying so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import select
+import socket
+import ssl
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Protocol, cast
+
+from ..core.headers import AnswerHead, BadHead, Framing
+from ..drivers.base import Endpoint
+from .answer import AnswerReader
+from .faults import ConnectRefused, ExchangeError, UpstreamProtocolError, UpstreamReset
+from .sweep import Sweep
+
+_KEEPALIVE: Final = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamLimits:
+    """Limits of connections as such; those of an exchange are `web.forward.ForwardLimits`."""
+
+    connect_timeout_s: float = 2.0
+    """All addresses of a name together; a member is near, so seconds mean it is not there."""
+    reuse_s: float = 1.0
+    """Longest rest before another request; below the keep-alive time of every known engine."""
+    sweep_s: float = 0.25
+    """How late a deadline may be noticed."""
+
+
+class Receiver(Protocol):
+    """Who a connection tells. After `on_failed`, or `on_body` with *last*, it says no more."""
+
+    def on_head(self, head: AnswerHead) -> None:
+        """The final answer's head is complete; `on_body` follows in the same call stack."""
+        ...
+
+    def on_body(self, pieces: Sequence[bytes], framed: bytes | None, *, last: bool) -> None:
+        """
+        More of the body (maybe nothing of it).
+
+        Args:
+            pieces: Bytes of the body, without framing.
+            framed: The same as whole HTTP/1.1 chunks, as they came, end included when *last*;
+                None when the bytes did not arrive that way.
+            last: The body is complete.
+        """
+        ...
+
+    def on_failed(self, error: ExchangeError) -> None:
+        """The answer will not be completed; the connection is closed."""
+        ...
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection to one life of a member; carries one exchange at a time."""
+
+    def __init__(self, client: UpstreamClient, key: _Key) -> None:
+        self.key = key
+        self.idle_since = 0.0
+        self.reused = False
+        """Whether this exchange is not the first one here."""
+        self.answered = False
+        """Whether a byte came back in this exchange."""
+        self.request_sent = False
+        """Set by the sender when the whole request was handed over."""
+        self._client = client
+        self._receiver: Receiver | None = None
+        self._reader: AnswerReader | None = None
+        self._transport: asyncio.Transport | None = None
+        self._poll: select.poll | None = None
+        self._write_paused = False
+        self._read_paused = False
+        self._drain: asyncio.Future[None] | None = None
+
+    # -- for the sender ------------------------------------------------------------------
+
+    def begin(self, receiver: Receiver, method: str) -> None:
+        """Start an exchange: what arrives from now on is the answer to it."""
+        self._receiver = receiver
+        self.answered = self.request_sent = False
+        self._reader = AnswerReader(method)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Send a part of the request; a lost connection is reported to the receiver alone."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    @property
+    def write_paused(self) -> bool:
+        """Whether the sender should wait for `drained`."""
+        return self._write_paused
+
+    async def drained(self) -> None:
+        """Wait until more can be written, or there is no reason to: the exchange ended."""
+        if self._write_paused and self._receiver is not None:
+            self._drain = asyncio.get_running_loop().create_future()
+            try:
+                await self._drain
+            finally:
+                self._drain = None
+
+    def pause_reading(self) -> None:
+        """Take no more bytes from the upstream until `resume_reading`."""
+        if not self._read_paused and self._transport is not None:
+            self._read_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """End of `pause_reading`."""
+        if self._read_paused and self._transport is not None:
+            self._read_paused = False
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once and say no more. Idempotent."""
+        if self._reader is not None:
+            self._reader.close()
+        self._receiver = self._reader = None
+        self._wake_sender()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def is_fresh(self, now: float, reuse_s: float) -> bool:
+        """Whether an idle connection may carry another request."""
+        if self._transport is None or self._transport.is_closing():
+            return False
+        # Readable while idle means closed or, worse, bytes that nobody asked for, which would be
+        # taken for the next answer. The loop has not seen them yet; the kernel has.
+        return now - self.idle_since < reuse_s and self._poll is not None and not self._poll.poll(0)
+
+    # -- called by the loop --------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._poll = select.poll()
+        self._poll.register(sock.fileno(), select.POLLIN)
+        self._client.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost(exc)
+        self._transport = self._poll = None
+        self._client.closed(self)
+
+    def eof_received(self) -> None:
+        # Not left to the transport: it would first flush a request that nobody reads.
+        self._lost(None)
+        self.abort()
+
+    def pause_writing(self) -> None:
+        self._write_paused = True
+
+    def resume_writing(self) -> None:
+        self._write_paused = False
+        self._wake_sender()
+
+    def data_received(self, data: bytes) -> None:
+        reader = self._reader
+        if reader is None:
+            self.abort()  # nobody asked
+            return
+        self.answered = True
+        with_head = reader.head is None
+        try:
+            if not reader.feed(data):
+                return
+        except BadHead as exc:
+            self._fail(UpstreamProtocolError(str(exc)))
+            return
+        self._deliver(reader, with_head=with_head)
+
+    # -- private -------------------------------------------------------------------------
+
+    def _deliver(self, reader: AnswerReader, *, with_head: bool) -> None:
+        receiver = self._receiver
+        assert receiver is not None and reader.head is not None
+        if with_head:
+            receiver.on_head(reader.head)
+            if self._receiver is not receiver:
+                return  # it gave up on seeing the head
+        if reader.ended:
+            self._receiver = self._reader = None
+            reader.close()
+            self._wake_sender()
+            self.resume_reading()
+            if not self._may_be_reused(reader.head) or not self._client.keep(self):
+                self.abort()
+        receiver.on_body(reader.pieces, reader.framed, last=reader.ended)
+
+    def _may_be_reused(self, head: AnswerHead) -> bool:
+        return (
+            head.keep_alive
+            and self.request_sent
+            and not head.event_stream
+            and head.framing is not Framing.CHUNKED
+        )
+
+    def _lost(self, exc: Exception | None) -> None:
+        reader = self._reader
+        if reader is None:
+            self._wake_sender()
+        elif exc is None and reader.feed_eof():
+            self._deliver(reader, with_head=False)
+        else:
+            self._fail(UpstreamReset())
+
+    def _fail(self, error: ExchangeError) -> None:
+        receiver = self._receiver
+        self.abort()
+        if receiver is not None:
+            receiver.on_failed(error)
+
+    def _wake_sender(self) -> None:
+        if self._drain is not None and not self._drain.done():
+            self._drain.set_result(None)
+
+
+_Key = tuple[str, str, int, bool]
+
+
+class UpstreamClient:
+    """
+    Lends connections, by the identity of who is behind them.
+
+    Args:
+        sweep: Shared with everything else that has deadlines.
+        tls: Context for endpoints with TLS; the system's trust store when None.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        limits: UpstreamLimits,
+        *,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.limits = limits
+        self.sweep = Sweep(loop, limits.sweep_s)
+        self._loop = loop
+        self._tls = tls
+        self._open: set[UpstreamConnection] = set()
+        self._idle: dict[_Key, list[UpstreamConnection]] = {}
+        self._closing = False
+
+    @property
+    def open_connections(self) -> int:
+        """Connections open now, idle ones included."""
+        return len(self._open)
+
+    @property
+    def idle_connections(self) -> int:
+        """Connections kept for another request."""
+        return sum(len(idle) for idle in self._idle.values())
+
+    def take(self, endpoint: Endpoint) -> UpstreamConnection | None:
+        """Return a kept connection to this life of *endpoint*, the youngest, or None."""
+        key = _key(endpoint)
+        idle = self._idle.get(key)
+        now = self._loop.time()
+        while idle:
+            connection = idle.pop()
+            if connection.is_fresh(now, self.limits.reuse_s):
+                connection.reused = True
+                return connection
+            connection.abort()
+        self._idle.pop(key, None)
+        return None
+
+    async def connect(self, endpoint: Endpoint) -> UpstreamConnection:
+        """
+        Open a connection to *endpoint*, trying all addresses of its name.
+
+        Raises:
+            ConnectRefused: none answered in time.
+        """
+        try:
+            async with asyncio.timeout(self.limits.connect_timeout_s):
+                return await self._dial(endpoint)
+        except TimeoutError as exc:
+            raise ConnectRefused("timeout") from exc
+        except ConnectionRefusedError as exc:
+            raise ConnectRefused("refused") from exc
+        except (socket.gaierror, UnicodeError) as exc:
+            raise ConnectRefused("unresolved") from exc
+        except ssl.SSLError as exc:
+            raise ConnectRefused("tls") from exc
+        except OSError as exc:
+            raise ConnectRefused("unreachable") from exc
+
+    def drop(self, identity: str) -> None:
+        """Close the idle connections to a life of a member that is over."""
+        for key in [key for key in self._idle if key[0] == identity]:
+            for connection in self._idle.pop(key):
+                connection.abort()
+
+    def close(self) -> None:
+        """Close everything; exchanges that still run fail."""
+        self._closing = True
+        self._idle.clear()
+        for connection in tuple(self._open):
+            connection.eof_received()  # as if the other side had closed
+        self.sweep.close()
+
+    def check(self, now: float) -> None:
+        """Close what has been idle for too long to be used again."""
+        for key, idle in tuple(self._idle.items()):
+            # the oldest come first: what is taken and given back goes to the end
+            while idle and now - idle[0].idle_since >= self.limits.reuse_s:
+                idle.pop(0).abort()
+            if not idle:
+                del self._idle[key]
+        if not self._idle:
+            self.sweep.discard(self)
+
+    # -- called by connections -----------------------------------------------------------
+
+    def opened(self, connection: UpstreamConnection) -> None:
+        """Count it."""
+        self._open.add(connection)
+
+    def keep(self, connection: UpstreamConnection) -> bool:
+        """Keep an idle connection for another request; False if it must be closed."""
+        if self._closing:
+            return False
+        connection.idle_since = self._loop.time()
+        self._idle.setdefault(connection.key, []).append(connection)
+        self.sweep.add(self)
+        return True
+
+    def closed(self, connection: UpstreamConnection) -> None:
+        """Forget it."""
+        self._open.discard(connection)
+        idle = self._idle.get(connection.key)
+        if idle is not None:
+            with suppress(ValueError):
+                idle.remove(connection)
+
+    # -- private -------------------------------------------------------------------------
+
+    async def _dial(self, endpoint: Endpoint) -> UpstreamConnection:
+        key = _key(endpoint)
+        tls: ssl.SSLContext | None = None
+        if endpoint.tls:
+            if self._tls is None:
+                self._tls = ssl.create_default_context()
+            tls = self._tls
+        addresses = [endpoint.host]
+        if not _is_address(endpoint.host):
+            found = await self._loop.getaddrinfo(
+                endpoint.host, endpoint.port, type=socket.SOCK_STREAM
+            )
+            addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        deadline = self._loop.time() + self.limits.connect_timeout_s
+        for left in range(len(addresses), 0, -1):
+            # An address that swallows packets gets its share of the time, not all of it.
+            share = (deadline - self._loop.time()) / left if left > 1 else None
+            try:
+                async with asyncio.timeout(share):
+                    _, connection = await self._loop.create_connection(
+                        lambda: UpstreamConnection(self, key),
+                        addresses[-left],
+                        endpoint.port,
+                        ssl=tls,
+                        server_hostname=endpoint.host if tls else None,
+                    )
+                    return connection
+            except OSError:
+                if left == 1:
+                    raise
+        raise ConnectRefused("unresolved")
+
+
+def _key(endpoint: Endpoint) -> _Key:
+    return (endpoint.identity, endpoint.host, endpoint.port, endpoint.tls)
+
+
+@lru_cache(maxsize=256)
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
