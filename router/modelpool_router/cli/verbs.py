@@ -87,16 +87,15 @@ def unload(
     """
     with router(admin, token_file) as client:
         name = _pool_name(client, pool)
-        leaving = _view(client, name)["resident"]
         view = client.act(name, "unload")["view"]
         if not wait:
             typer.echo(f"{name}: {pool_headline(view)}")
             return
 
         def verdict(now: View) -> str | None:
-            # Demand may take the slot at once: what was asked for has happened all the same.
-            gone = now["state"] in ("cold", "loading") and now["incumbent"] is None
-            return "" if gone or now["resident"] not in (leaving, None) else None
+            # Demand may take the slot at once (a new epoch): then what was asked for has happened
+            # all the same, between two looks.
+            return "" if now["state"] == "cold" or now["epoch"] != view["epoch"] else None
 
         _wait(client, name, verdict, timeout, done=f"{name} is empty", what=f"unload of {name}")
 

@@ -99,7 +99,8 @@ def why(
         typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
         return
     for sentence in answer["sentences"]:
-        typer.echo(sentence)
+        # The last lines of a member's log may be part of one.
+        typer.echo("\n    ".join(sentence.splitlines()))
 
 
 def render_state(state: dict[str, Any], address: str, stale: str = "") -> Group:

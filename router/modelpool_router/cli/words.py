@@ -43,7 +43,8 @@ def pool_headline(view: View) -> str:
             if view["deferred_reason"]:
                 told += f", swap put off ({view['deferred_reason']})"
             elif view["admission"] != "open":
-                told += f", drains {count_text(view['in_flight'], 'stream')}"
+                work = count_text(view["in_flight"], "stream")
+                told += f", drains {work}" if view["in_flight"] else ", about to leave"
         case "loading":
             told = f"loading {view['target']} for {seconds_text(view['load_elapsed_s'])}"
             if view["load_expected_s"] is not None:
@@ -84,9 +85,9 @@ def bar(share: float, width: int = 20) -> str:
 def member_row(member: View) -> tuple[str, ...]:
     """Return the cells of one member, as `MEMBER_HEADER` names them."""
     load = seconds_text(member["load_estimate_s"]) if member["load_measured"] else "not measured"
-    error = str(member["last_error"]).strip().splitlines()
+    error = short_error(str(member["last_error"]))
     if member["backoff_s"] is not None:
-        error = [f"backed off for {seconds_text(member['backoff_s'])}: {error[0] if error else ''}"]
+        error = f"backed off for {seconds_text(member['backoff_s'])}: {error}"
     return (
         str(member["name"]),
         str(member["status"]),
@@ -94,8 +95,14 @@ def member_row(member: View) -> tuple[str, ...]:
         str(member["held"]),
         seconds_text(member["oldest_hold_s"]),
         load,
-        error[0] if error else "",
+        error,
     )
+
+
+def short_error(error: str) -> str:
+    """Return an error on one line: how a member ended and the last that it said."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    return ": ".join([lines[0], lines[-1]]) if len(lines) > 1 else "".join(lines)
 
 
 MEMBER_HEADER = ("MEMBER", "STATUS", "IN FLIGHT", "HELD", "OLDEST HOLD", "LOAD TIME", "LAST ERROR")
@@ -150,11 +157,11 @@ def event_line(kind: str, event: Mapping[str, Any]) -> tuple[str, str] | None:
             retry = seconds_text(float(fields.get("retry_s", 0)))
             return member, f"put off    {fields.get('reason')}, next try in {retry}"
         case "load_failed":
-            return member, f"failed     {_first_line(fields)}"
+            return member, f"failed     {_why_text(fields)}"
         case "unload_retried":
-            return member, f"unload     not proven gone, tried again: {_first_line(fields)}"
+            return member, f"unload     not proven gone, tried again: {_why_text(fields)}"
         case "resident_lost":
-            return member, f"lost       {_first_line(fields)}"
+            return member, f"lost       {_why_text(fields)}"
         case "turn_ended":
             return member, f"drain      admits nobody any more ({fields.get('reason')})"
         case "turn_reopened":
@@ -183,7 +190,6 @@ def _state_line(event: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[st
             return None
 
 
-def _first_line(fields: Mapping[str, Any]) -> str:
-    reason, detail = str(fields.get("reason", "")), str(fields.get("detail", "")).strip()
-    first = detail.splitlines()[0] if detail else ""
-    return f"{reason}: {first}" if reason and first else reason or first
+def _why_text(fields: Mapping[str, Any]) -> str:
+    reason, detail = str(fields.get("reason", "")), short_error(str(fields.get("detail", "")))
+    return f"{reason}: {detail}" if reason and detail else reason or detail

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from modelpool_router.cli import verbs
 from modelpool_router.cli.main import app
+from modelpool_router.core.spec import Epoch
 from modelpool_router.core.view import MemberStatus
 from stubadmin import (
     StubAdmin,
@@ -112,8 +113,8 @@ def test_load_gives_up_after_its_timeout_and_says_so(stub: StubAdmin) -> None:
 def test_unload_waits_until_the_slot_is_empty(stub: StubAdmin) -> None:
     draining = resident("alpha", admission="closed", in_flight=2)
     empty = pool_view(member_view("alpha"), released=True)
-    # One look finds the pool's name, one its resident.
-    stub.states = [[draining], [draining], [draining], [unloading("alpha")], [empty]]
+    # The first look finds the name of the only pool.
+    stub.states = [[draining], [draining], [unloading("alpha")], [empty]]
 
     result = run(app, ["unload"])
 
@@ -124,6 +125,29 @@ def test_unload_waits_until_the_slot_is_empty(stub: StubAdmin) -> None:
         "gpu0: alpha resident for 12 s, drains 2 streams",
         "gpu0: unloading alpha for 12 s",
     ]
+
+
+def test_unload_lets_a_load_finish_and_is_not_done_before(stub: StubAdmin) -> None:
+    going = loading("beta", 1.0)
+    stub.states = [[going], [going], [resident("beta")], [pool_view(member_view("beta"))]]
+
+    result = run(app, ["unload"])
+
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [
+        "gpu0: loading beta for 1.0 s of about 20 s",
+        "gpu0: beta resident for 12 s",
+    ]
+
+
+def test_unload_is_done_when_demand_has_taken_the_slot_since(stub: StubAdmin) -> None:
+    again = replace(loading("alpha", 0.1), epoch=Epoch(2))
+    stub.states = [[resident("alpha")], [resident("alpha")], [again]]
+
+    result = run(app, ["unload"])
+
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == ["gpu0: alpha resident for 12 s"]
 
 
 def test_unload_needs_a_name_when_there_are_several_pools(stub: StubAdmin) -> None:
@@ -144,7 +168,7 @@ def test_unload_of_an_unknown_pool_is_refused(stub: StubAdmin) -> None:
     result = run(app, ["unload", "gpu9"])
 
     assert result.exit_code == 4
-    assert "there is no pool 'gpu9'" in result.stderr
+    assert result.stderr == "error: the router refused: No such pool. There are: gpu0.\n"
     assert stub.acts == []
 
 

@@ -68,7 +68,7 @@ def test_status_in_a_pipe_is_a_plain_table(stub: StubAdmin) -> None:
         "alpha   loaded    2/4        0     -            20 s\n"
         "beta    unloaded  0/4        3     42 s         not measured\n"
         "gamma   failed    0/4        0     -            20 s          "
-        "backed off for 2m10s: exited: code 1\n"
+        "backed off for 2m10s: exited: code 1: last line\n"
     )
 
 
@@ -144,12 +144,12 @@ def test_watch_as_json_passes_on_every_event(stub: StubAdmin) -> None:
 
 
 def test_why_prints_a_sentence_a_line(stub: StubAdmin) -> None:
-    stub.sentences = ["alpha waits behind 1 stream of beta", "1 request for alpha held"]
+    stub.sentences = ["alpha waits behind 1 stream of beta", "its last load failed: a\nb"]
 
     result = run(app, ["why", "alpha", "--admin", stub.address])
     as_json = run(app, ["why", "alpha", "--json", "--admin", stub.address])
 
-    assert result.stdout == "alpha waits behind 1 stream of beta\n1 request for alpha held\n"
+    assert result.stdout == "alpha waits behind 1 stream of beta\nits last load failed: a\n    b\n"
     assert json.loads(as_json.stdout)["sentences"] == stub.sentences
 
 
