@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from modelpool_router.core.scheduler import Scheduler
 from sim_script import FAULTS, Item, Script, alone, draw
 from sim_trace import Violation
-from sim_world import Factory, World, play
+from sim_watch import Factory
+from sim_world import World, play
 
 NOT_FAULTS = {"adopt_one", "adopt_several", "bounds_small"}
 """Drawn as a property of the whole schedule, counted from the script and not while it runs."""
@@ -39,8 +40,8 @@ class Tally:
         self.profiles[script.profile] += 1
         self.virtual_s += world.clock.now
         for pool in world.pools:
-            self.events += pool.events
-            self.loads += pool.loads
+            self.events += pool.watched.events
+            self.loads += pool.platform.loads
             self.faults.update(pool.injected)
             self.checks.update(pool.model.checks)
             self.outcomes.update(pool.model.outcomes)
@@ -111,8 +112,8 @@ def independent(script: Script, world: World, factory: Factory) -> None:
     for index, pool in enumerate(world.pools):
         single = play(alone(script, index), factory, record=True).pools[0]
         pool.model.checks["S17"] += 1
-        assert pool.digest is not None and single.digest is not None
-        if pool.digest.digest() != single.digest.digest():
+        assert pool.watched.digest is not None and single.watched.digest is not None
+        if pool.watched.digest.digest() != single.watched.digest.digest():
             name = pool.pool.spec.name
             raise Violation("S17", world.clock.now, f"{name} behaves otherwise alone")
 
@@ -183,5 +184,7 @@ def digest(seed: int, factory: Factory = Scheduler) -> str:
         world.run()
     except Violation as violation:
         verdict = str(violation)
-    parts = [pool.digest.hexdigest() for pool in world.pools if pool.digest is not None]
+    parts = [
+        pool.watched.digest.hexdigest() for pool in world.pools if pool.watched.digest is not None
+    ]
     return " ".join([str(seed), *parts, verdict])
