@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+
 from modelpool_router.core.commands import Note, NoteKind, RefusalCode
 from modelpool_router.core.events import (
     Idleness,
