@@ -15,7 +15,9 @@ else:
     from backports import zstd
 
 PIECE = 256 * 1024
-"""Most bytes of output at once; a bomb is noticed after one of these."""
+"""Most bytes of output at once (brotli: twice that); a bomb is noticed after one of these."""
+
+__all__ = ["CODINGS", "PIECE", "BadCoding", "Decoder", "decoder_for", "zstd"]
 
 CODINGS = frozenset({"gzip", "deflate", "br", "zstd"})
 
@@ -31,7 +33,7 @@ class Decoder(Protocol):
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """
-        Yield what *data* decodes to, in pieces of at most `PIECE` bytes.
+        Yield what *data* decodes to, in pieces of about `PIECE` bytes.
 
         Raises:
             BadCoding: it does not decode, or something follows the end.
@@ -96,7 +98,6 @@ class _Deflated:
 class _Brotli:
     def __init__(self) -> None:
         self._stream = brotli.Decompressor()
-        self._fed = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         while True:
@@ -109,7 +110,8 @@ class _Brotli:
             data = b""
             if piece:
                 yield piece
-            if self._stream.can_accept_more_data() or self._stream.is_finished():
+            # `can_accept_more_data` is already true while output is still waiting
+            if not piece or self._stream.is_finished():
                 return
 
     def finish(self) -> None:
