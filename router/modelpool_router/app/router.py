@@ -195,11 +195,11 @@ class Router:
             token=lambda: self._admin_token,
             version=self._version,
         )
-        self._admin = web.AppRunner(application, handler_cancellation=True, access_log=None)
-        await self._admin.setup()
-        site = web.TCPSite(
-            self._admin, address.host or None, address.port, shutdown_timeout=LAST_WORDS_S
+        self._admin = web.AppRunner(
+            application, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S
         )
+        await self._admin.setup()
+        site = web.TCPSite(self._admin, address.host or None, address.port)
         await site.start()
         return Address(address.host, self._admin.addresses[0][1])
 
