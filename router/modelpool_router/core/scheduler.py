@@ -714,6 +714,8 @@ class Scheduler:
             self._restore = None
         if self._last_good not in spec.members:
             self._last_good = None
+        if self._owed is not None and self._owed[1] == "reclaim":
+            self._owed = (spec.default, "reclaim") if spec.default is not None else None
         if self._owed is not None and self._owed[0] not in spec.members:
             self._owed = None
 

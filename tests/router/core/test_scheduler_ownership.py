@@ -281,6 +281,16 @@ def test_o5_a_timer_that_was_switched_off_during_the_probe_unloads_nobody() -> N
     assert reclaim.unloads() == []
 
 
+def test_o5_a_default_that_changes_during_a_reclaim_is_the_one_that_is_loaded() -> None:
+    slot = Slot(pool("a", "b", "c", default=B, reclaim_default_after_s=30.0), up=(A,))
+    slot.at(30.0).answer()
+
+    slot.tell(e.Reconfigured(replace(slot.spec, default=C)))
+    slot.at(31.0).unloaded()
+
+    assert slot.loads() == [(31.0, C)]
+
+
 def test_o5_reclaim_waits_for_the_back_off_of_the_default() -> None:
     slot = Slot(pool(default=B, reclaim_default_after_s=1.0, restore=False))
     slot.load_failed()  # back-off: 5 s
