@@ -732,6 +732,12 @@ def test_error_text_has_a_line_for_the_editor_and_one_with_the_way_out() -> None
     )
 
 
+def test_keys_that_are_wrong_are_not_called_missing_as_well() -> None:
+    text = GOOD + "listen: 0.0.0.0:8080\nkeys: {file: a, env: B}\n"
+
+    assert only_problem(text).field == "keys"
+
+
 def test_no_secret_is_shown() -> None:
     text = (
         GOOD + "adminToken: hunter2\nkeys: [hunter3]\nupstreams:\n  - {name: b, apiKey: hunter4}\n"

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -111,6 +112,12 @@ def unloading(name: str, target: str | None = None) -> PoolView:
     )
 
 
+class _Server(ThreadingHTTPServer):
+    def server_bind(self) -> None:
+        """Bind without asking the name service who we are, which can take seconds."""
+        TCPServer.server_bind(self)
+
+
 class StubAdmin:
     """What is served and what was asked."""
 
@@ -202,7 +209,7 @@ def stub_admin(token: str | None = None) -> Iterator[StubAdmin]:
         def _error(self, status: int, code: str, message: str) -> None:
             self._json(status, {"error": {"message": message, "code": code}})
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = False
     stub.address = f"127.0.0.1:{server.server_address[1]}"
     stub.url = f"http://{stub.address}"
