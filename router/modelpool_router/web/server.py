@@ -21,7 +21,7 @@ import re
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import yarl
 from aiohttp import web, web_protocol
@@ -248,7 +248,7 @@ class FrontConnection(web_protocol.RequestHandler):
     # --- connection ------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
         if len(self._front._connections) >= self._front.options.max_connections:
             self._turn_away(transport)
             return
