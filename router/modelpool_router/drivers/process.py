@@ -230,7 +230,7 @@ class ProcessDriver:
         pause = _POLL_FIRST_S
         refused_since: float | None = None
         while True:
-            answer = await self._readiness(life)
+            answer = await self._readiness_or_end(life)
             await self._fail_if_over(life)
             if answer is Readiness.READY:
                 break
@@ -260,6 +260,21 @@ class ProcessDriver:
             if self._settler is not None:
                 self._own(self._settler.note_loaded(), f"measure {life.spec.name}")
         return life.endpoint
+
+    async def _readiness_or_end(self, life: Life) -> Readiness:
+        """Ask once, and hear of an exit even while a stranger on the port lets us wait."""
+        ended = life.child.ended
+        if ended.done():
+            return await self._readiness(life)
+        probe = asyncio.get_running_loop().create_task(self._readiness(life))
+        try:
+            either: set[asyncio.Future[Any]] = {probe, ended}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return probe.result() if probe.done() else Readiness.LOADING
+        finally:
+            if not probe.done():
+                probe.cancel()
+                await asyncio.gather(probe, return_exceptions=True)
 
     async def _fail_if_over(self, life: Life) -> None:
         """Raise when *life* cannot become ready any more; a wrapper may have left with code 0."""
@@ -373,7 +388,7 @@ class ProcessDriver:
     def _target(self, member: MemberName, life: Life | None) -> Target:
         spec = life.spec if life is not None else self._members.get(member)
         if spec is None:  # left over by a configuration that we do not have any more
-            return Target(member=member, slot=self._slot(member), env=inherited())
+            return _leftover(member, self._slot(member))
         port = life.port if life is not None else spec.port
         stop, gone = spec.stop_command, spec.gone_command
         return Target(
@@ -384,7 +399,7 @@ class ProcessDriver:
             host=spec.host,
             # without a life of ours a port proves nothing: anybody may listen there
             port=port if life is not None else None,
-            steps=spec.profile.stop,
+            steps=spec.profile.stop if life is not None else takedown.ORPHAN_STEPS,
             stop_command=filled(stop, member, port) if stop is not None else None,
             gone_command=filled(gone, member, port) if gone is not None else None,
             env=spec.environment(),
@@ -414,7 +429,7 @@ class ProcessDriver:
             except StateDirUnusable:
                 continue  # it has a router
             try:
-                target = Target(member=member_of(slot), slot=slot, env=inherited())
+                target = _leftover(member_of(slot), slot)
                 await takedown.take_down(target, self._table, self._limits)
             finally:
                 lock.release()
@@ -456,3 +471,8 @@ class ProcessDriver:
         known = life.spec.profile
         answer = await self._get(life, known.readiness_path)
         return Readiness.LOADING if answer is None else known.judge_readiness(*answer)
+
+
+def _leftover(member: str, slot: str) -> Target:
+    """What an earlier router left of a member that the configuration does not have any more."""
+    return Target(member=member, slot=slot, steps=takedown.ORPHAN_STEPS, env=inherited())

@@ -18,7 +18,7 @@ from .base import DriverUnavailable
 from .child import Child, run_command
 from .probe import port_refuses
 from .procfs import Proc, ProcessTable
-from .profiles import StopStep, profile
+from .profiles import StopStep
 
 _FIRST_LOOK_S = 0.01
 _LAST_LOOK_S = 0.05
@@ -36,12 +36,18 @@ class Limits:
     """For goneCommand to succeed and the port to refuse, once all processes are gone."""
 
 
+ORPHAN_STEPS = (StopStep(signal.SIGTERM, 2.0), StopStep(signal.SIGTERM, 2.0))
+"""For what a killed router left behind: it serves nobody, and the start waits for its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """What is to be taken down."""
 
     member: str
     slot: str
+    steps: tuple[StopStep, ...]
+    """Before the KILL."""
     child: Child | None = None
     """None for what an earlier router left behind."""
     sessions: Mapping[int, int] = field(default_factory=dict)
@@ -49,7 +55,6 @@ class Target:
     host: str = "127.0.0.1"
     port: int | None = None
     """None = not to be looked at."""
-    steps: tuple[StopStep, ...] = profile("generic").stop
     stop_command: tuple[str, ...] | None = None
     gone_command: tuple[str, ...] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
