@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -105,8 +106,9 @@ Script = Callable[[Link], Awaitable[None]]
 class RawUpstream:
     """Listens on 127.0.0.1 and runs a script for every connection; closes it afterwards."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, *, tls: ssl.SSLContext | None = None) -> None:
         self.script = script
+        self.tls = tls
         self.links: list[Link] = []
         self.failures: list[BaseException] = []
         self.port = 0
@@ -114,7 +116,9 @@ class RawUpstream:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> RawUpstream:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=2**20)
+        self._server = await asyncio.start_server(
+            self._accept, "127.0.0.1", 0, limit=2**20, ssl=self.tls
+        )
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -79,6 +80,7 @@ class Relay:
     port_of_upstream: int
     host_of_upstream: str = "127.0.0.1"
     identity: str = "life-1"
+    tls: ssl.SSLContext | None = None
     limits: ForwardLimits = field(default_factory=ForwardLimits)
     upstream_limits: UpstreamLimits = field(default_factory=lambda: UpstreamLimits(sweep_s=0.02))
     family: Family = "openai-chat"
@@ -96,7 +98,7 @@ class Relay:
 
     async def __aenter__(self) -> Relay:
         loop = asyncio.get_running_loop()
-        self.client = UpstreamClient(loop, self.upstream_limits)
+        self.client = UpstreamClient(loop, self.upstream_limits, tls=self.tls)
         server = web.Server(
             self._handle, handler_cancellation=True, access_log=None, auto_decompress=False
         )
@@ -124,7 +126,12 @@ class Relay:
 
     def endpoint(self) -> Endpoint:
         """Where requests go."""
-        return Endpoint(self.host_of_upstream, self.port_of_upstream, identity=self.identity)
+        return Endpoint(
+            self.host_of_upstream,
+            self.port_of_upstream,
+            tls=self.tls is not None,
+            identity=self.identity,
+        )
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         data = bytearray()

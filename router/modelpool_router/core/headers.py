@@ -291,14 +291,23 @@ def answer_head(
         close: Say that this answer is the last one on the connection.
     """
     parts = [b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason)]
-    own = [*_own_fields(ids.request_id, member, held_ms), *ids.extra_fields]
     if head.event_stream:
         # nginx and others hold an event stream back unless they are told not to
-        own += _STREAM_FIELDS
         parts += [b"%b: %b\r\n" % f for f in head.fields if f[0].lower() != b"cache-control"]
+        parts.append(b"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n")
     else:
-        parts += [b"%b: %b\r\n" % f for f in head.fields]
-    parts += _checked(own)
+        parts += [b"%b: %b\r\n" % field for field in head.fields]
+    request_id = header_text(ids.request_id)
+    parts.append(
+        b"x-request-id: %b\r\nrequest-id: %b\r\nx-modelpool-member: %b\r\n"
+        % (request_id, request_id, header_text(member))
+    )
+    if held_ms is not None:
+        parts.append(b"x-modelpool-held-ms: %d\r\n" % held_ms)
+    for name, value in ids.extra_fields:
+        if not _is_token(name) or not _is_text(value):
+            raise ValueError("not a header line")
+        parts.append(b"%b: %b\r\n" % (name, value))
     if framing is Framing.CHUNKED:
         parts.append(b"Transfer-Encoding: chunked\r\n")
     elif head.length is not None and framing is not Framing.UNTIL_CLOSE:
@@ -328,31 +337,6 @@ def header_text(value: str) -> bytes:
     if value.isascii() and value.isprintable() and value == value.strip():
         return value.encode("ascii")
     return quote(value, safe=" !#$&'()*+,/:;=?@[]~", errors="replace").strip().encode("ascii")
-
-
-_STREAM_FIELDS: tuple[Field, ...] = (
-    (b"Cache-Control", b"no-cache"),
-    (b"X-Accel-Buffering", b"no"),
-)
-
-
-def _own_fields(request_id: str, member: str, held_ms: int | None) -> list[Field]:
-    text = header_text(request_id)
-    own = [
-        (b"x-request-id", text),
-        (b"request-id", text),
-        (b"x-modelpool-member", header_text(member)),
-    ]
-    if held_ms is not None:
-        own.append((b"x-modelpool-held-ms", b"%d" % held_ms))
-    return own
-
-
-def _checked(fields: Iterable[Field]) -> list[bytes]:
-    for name, value in fields:
-        if not _is_token(name) or not _is_text(value):
-            raise ValueError("not a header line")
-    return [b"%b: %b\r\n" % field for field in fields]
 
 
 def _tokens(value: bytes) -> frozenset[bytes]:

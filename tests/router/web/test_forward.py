@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import gzip
 import hashlib
+import os
+import select
 import socket
+import ssl
 from typing import Any
 
 import pytest
@@ -26,6 +29,7 @@ from rawupstream import (
     chunk,
 )
 from relay import RawClient, Relay, post
+from tlspair import client_context, server_context
 
 CHUNKED_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -405,16 +409,42 @@ async def test_given_late_bytes_on_a_resting_connection_then_they_are_nobodys_an
     async def script(link: Link) -> None:
         while await link.read_request() is not None:
             await link.send(answer(b"%d" % link.number))
+            await relay.until(lambda: relay.client.idle_connections == 1)
             await link.send(answer(b"poison"))
 
     async with RawUpstream(script) as up, Relay(up.port) as relay:
         async with await RawClient.connect(relay.port) as client:
+            for number in range(3):
+                client.post()
+                assert (await client.answer()).body == b"%d" % number
+                await up.links[number].ended()
+                assert relay.client.open_connections == 0
+
+
+@pytest.mark.parametrize("what", ["bytes", "end"])
+@on_both_loops
+async def test_given_something_the_loop_has_not_seen_yet_then_a_resting_connection_is_not_lent(
+    what: str,
+) -> None:
+    async with RawUpstream(replies(answer(b"ok"))) as up, Relay(up.port) as relay:
+        async with await RawClient.connect(relay.port) as client:
             client.post()
-            first = await client.answer()
-            if first.status == 502:  # both came in one read
-                return
-            client.post()
-            assert b"poison" not in (await client.answer()).body
+            await client.answer()
+            assert relay.client.idle_connections == 1
+            (resting,) = relay.client._open
+            assert resting._transport is not None
+            ours = resting._transport.get_extra_info("socket").fileno()
+            number = up.links[0].writer.get_extra_info("socket").fileno()
+            with socket.socket(fileno=os.dup(number)) as theirs:
+                if what == "bytes":
+                    theirs.send(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\npoison")
+                else:
+                    theirs.shutdown(socket.SHUT_WR)
+                # no await from here on: the loop cannot have looked
+                assert select.select([ours], [], [], LIMIT_S)[0]
+
+                assert relay.client.take(relay.endpoint()) is None
+        await relay.until(lambda: relay.client.open_connections == 0)
 
 
 @on_both_loops
@@ -514,6 +544,34 @@ async def test_given_a_name_with_an_address_that_refuses_then_the_next_one_is_tr
                 client.post()
                 assert (await client.answer()).status == 200
         assert up.requests[0].values("host") == [f"localhost:{up.port}"]
+
+
+@on_both_loops
+async def test_given_an_upstream_with_tls_then_its_name_is_checked_and_all_else_is_the_same() -> (
+    None
+):
+    big = b"x" * (4 << 20)
+
+    async def script(link: Link) -> None:
+        while (seen := await link.read_request()) is not None:
+            await link.send(answer(seen.body))
+
+    async with RawUpstream(script, tls=server_context()) as up:
+        for host in ("localhost", "127.0.0.1"):
+            async with Relay(up.port, host_of_upstream=host, tls=client_context()) as relay:
+                async with await RawClient.connect(relay.port) as client:
+                    for body in (b"{}", big, b"{}"):
+                        client.post(body)
+                        got = await client.answer()
+                        assert (got.status, got.complete, got.body == body) == (200, True, True)
+
+        async with Relay(up.port, tls=ssl.create_default_context()) as relay:
+            async with await RawClient.connect(relay.port) as client:
+                client.post()
+                assert (await client.answer()).status == 502
+            error = (await relay.end()).error
+            assert isinstance(error, ConnectRefused) and error.reason == "tls"
+    assert len(up.requests) == 6
 
 
 @on_both_loops
@@ -835,8 +893,7 @@ async def test_given_a_client_that_leaves_while_connecting_then_nothing_is_left(
         silent.set()
         await link.gone()  # never takes part in the TLS handshake
 
-    async with RawUpstream(script) as up, Relay(up.port) as relay:
-        relay.endpoint = lambda: _tls(up.port)  # type: ignore[method-assign]
+    async with RawUpstream(script) as up, Relay(up.port, tls=client_context()) as relay:
         client = await RawClient.connect(relay.port)
         client.post()
         await silent.wait()
@@ -855,19 +912,13 @@ async def test_given_a_connection_that_is_not_made_in_time_then_the_request_can_
         await link.gone()
 
     limits = UpstreamLimits(connect_timeout_s=0.05)
-    async with RawUpstream(script) as up, Relay(up.port, upstream_limits=limits) as relay:
-        relay.endpoint = lambda: _tls(up.port)  # type: ignore[method-assign]
-        async with await RawClient.connect(relay.port) as client:
-            client.post()
-            assert (await client.answer()).status == 504
-            error = (await relay.end()).error
-            assert isinstance(error, ConnectRefused) and error.reason == "timeout"
-
-
-def _tls(port: int) -> Any:
-    from modelpool_router.drivers.base import Endpoint
-
-    return Endpoint("127.0.0.1", port, tls=True)
+    async with RawUpstream(script) as up:
+        async with Relay(up.port, upstream_limits=limits, tls=client_context()) as relay:
+            async with await RawClient.connect(relay.port) as client:
+                client.post()
+                assert (await client.answer()).status == 504
+                error = (await relay.end()).error
+                assert isinstance(error, ConnectRefused) and error.reason == "timeout"
 
 
 # -- streams that break ----------------------------------------------------------------------
