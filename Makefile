@@ -40,6 +40,7 @@ check: $(VENV)/.made-lint ## Style, types, import contracts (generated pages are
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m modelpool_api.schema --check
 
 .PHONY: simulate
 simulate: $(VENV)/.made-test ## Run N schedules of faults through the scheduler (N=1000000 for a night)
@@ -50,9 +51,10 @@ test-llama: $(VENV)/.made-test ## The real llama-server with a real small model,
 	$(BIN)/python -m pytest -m llama tests/llama $(ARGS)
 
 .PHONY: reference
-reference: $(VENV)/.made-run ## Write the generated pages again: configuration, metrics, JSON Schema
+reference: $(VENV)/.made-run ## Write the generated files again: configuration, metrics, JSON Schema, CRDs
 	$(BIN)/python -m modelpool_router.settings.reference docs
 	$(BIN)/python -m modelpool_router.telemetry.reference > docs/metrics.md
+	$(BIN)/python -m modelpool_api.schema --write
 
 .PHONY: clean
 clean: ## Remove the virtual environment and caches

@@ -1,0 +1,1 @@
+"""What may be done with a slot, decided from what was read. Pure."""
