@@ -50,6 +50,18 @@ simulate: $(VENV)/.made-test ## Run N schedules of faults through the scheduler 
 test-llama: $(VENV)/.made-test ## The real llama-server with a real small model, where they are installed
 	$(BIN)/python -m pytest -m llama tests/llama $(ARGS)
 
+.PHONY: test-cluster
+test-cluster: $(VENV)/.made-test ## A real Kubernetes control plane and Kueue (first: tests/cluster/build-assets.sh)
+	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
+
+.PHONY: cluster
+cluster: $(VENV)/.made-test ## Leave such a cluster running; prints an export KUBECONFIG line
+	@$(BIN)/python tests/cluster/harness.py up
+
+.PHONY: cluster-down
+cluster-down: $(VENV)/.made-test ## End the cluster of `make cluster`
+	@$(BIN)/python tests/cluster/harness.py down
+
 .PHONY: reference
 reference: $(VENV)/.made-run ## Write the generated files again: configuration, metrics, JSON Schema, CRDs
 	$(BIN)/python -m modelpool_router.settings.reference docs

@@ -1,0 +1,48 @@
+"""Fixtures of the cluster tier. Without `-m cluster` none of its cluster tests is collected."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+import harness
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "cluster" in (config.option.markexpr or ""):
+        return
+    left_out = [item for item in items if item.get_closest_marker("cluster")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest) -> Iterator[harness.Cluster]:
+    """A cluster for the whole run; its folder, with all logs, is kept when a test failed."""
+    folder = harness.temporary_folder()
+    try:
+        with harness.open_cluster(folder) as opened:
+            yield opened
+    except harness.NotHere as why:
+        pytest.skip(str(why))
+    if not request.session.testsfailed:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def own(cluster: harness.Cluster) -> harness.OwnCluster:
+    """The cluster, for tests that need nodes or faults of ours."""
+    if not isinstance(cluster, harness.OwnCluster):
+        pytest.skip("needs test nodes: unset KUBECONFIG and build the cluster's binaries")
+    return cluster
+
+
+@pytest.fixture
+def namespace(cluster: harness.Cluster) -> Iterator[str]:
+    """A namespace of the test's own, gone with everything in it before the next test."""
+    name = cluster.new_namespace()
+    yield name
+    cluster.kubectl("delete", "namespace", name, "--wait=true", "--timeout=90s")
