@@ -338,8 +338,6 @@ class ProcessDriver:
             if ended and not life.is_detached:
                 clean = life.child.ended.result() == 0 and not refusals
                 life.is_detached = clean and await self._carries_on(life)
-            if life.is_stopping:
-                return
             # of a container the port alone tells from here on: no command every second
             goes_on = life.is_detached and (
                 life.spec.gone_command is not None or await self._carries_on(life)

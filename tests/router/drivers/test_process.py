@@ -29,7 +29,7 @@ from modelpool_router.drivers.process import (
     SettleGate,
     StateDirUnusable,
 )
-from modelpool_router.drivers.procfs import ProcessTable, PsTable
+from modelpool_router.drivers.procfs import Proc, ProcessTable, PsTable
 from modelpool_router.drivers.profiles import Profile, ProfileOverrides, StopStep, profile
 
 ALPHA, BETA = MemberName("alpha"), MemberName("beta")
@@ -219,7 +219,11 @@ async def test_a_port_in_use_is_said_before_anything_starts(bench: Bench) -> Non
     assert (await bench.driver.activate(ALPHA)).port == port
 
 
-async def test_g4_a_port_lost_while_loading_fails_the_load_and_not_the_pool(bench: Bench) -> None:
+async def test_g4_a_port_lost_while_loading_fails_the_load_and_not_the_pool(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the new owner of the port never answers: the exit has to end the probe
+    monkeypatch.setattr("modelpool_router.drivers.process._PROBE_S", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as first:
         port = first.getsockname()[1]
     bench.add(ALPHA, "--late-port", "--load", "0.3", port=port)
@@ -229,7 +233,7 @@ async def test_g4_a_port_lost_while_loading_fails_the_load_and_not_the_pool(benc
 
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(ActivationFailed) as failure:
-            await load
+            await asyncio.wait_for(load, 20)
     await bench.driver.deactivate(ALPHA)
 
     assert failure.value.reason == "port_in_use"
@@ -428,6 +432,35 @@ async def test_g3_a_member_that_ignores_term_is_killed(bench: Bench) -> None:
     bench.assert_never_two()
 
 
+@pytest.mark.parametrize("flags", [(), ("--grandchild",)], ids=["alone", "with a grandchild"])
+async def test_no_process_is_signalled_twice_in_one_step(
+    bench: Bench, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # two signals at almost the same time look like one to the receiver, so count the sending
+    sent: list[int] = []
+    groups: list[int] = []
+    table, killpg = bench.driver._table, os.killpg
+    send = table.send
+
+    def record_send(proc: Proc, number: signal.Signals) -> None:
+        sent.append(proc.pid)
+        send(proc, number)
+
+    def record_group(pid: int, number: int) -> None:
+        groups.append(pid)
+        killpg(pid, number)
+
+    monkeypatch.setattr(table, "send", record_send)
+    monkeypatch.setattr(os, "killpg", record_group)
+    bench.add(ALPHA, *flags)
+    await bench.driver.activate(ALPHA)
+
+    await bench.driver.deactivate(ALPHA)
+
+    assert groups == [bench.pid("alpha")]
+    assert sent == [event["pid"] for event in bench.log.events("grandchild")]
+
+
 @pytest.mark.parametrize("flags", [(), ("--grandchild-ignores-term",)], ids=["meek", "stubborn"])
 async def test_g2_a_child_that_left_session_and_group_is_stopped_too(
     bench: Bench, flags: tuple[str, ...]
@@ -473,6 +506,19 @@ async def test_members_take_turns_and_are_never_two(bench: Bench) -> None:
 
     assert len(bench.log.events("lock_taken")) == 6
     bench.assert_never_two()
+
+
+async def test_two_loads_that_wait_for_memory_together_do_not_both_start(bench: Bench) -> None:
+    bench.settle = SettleGate(("sleep", "0.2"))
+    bench.add(ALPHA)
+    bench.add(BETA)
+
+    loads = await asyncio.gather(
+        bench.driver.activate(ALPHA), bench.driver.activate(BETA), return_exceptions=True
+    )
+
+    assert sum(isinstance(load, DriverUnavailable) for load in loads) == 1
+    assert len(bench.log.events("start")) == 1
 
 
 async def test_swaps_leak_no_descriptors(bench: Bench) -> None:
@@ -561,6 +607,22 @@ async def test_wrappers_fool_nobody(bench: Bench, script: str, victim: str) -> N
     assert not is_alive(bench.pid("alpha"))
     assert len(bench.losses) == (victim == "server")
     bench.assert_never_two()
+
+
+async def test_a_wrapper_that_leaves_later_leaves_its_server_up(bench: Bench) -> None:
+    flag = bench.folder / "leave"
+    script = f"SERVER & while test ! -e {flag}; do sleep 0.05; done"
+    bench.add(ALPHA, command=bench.shell("alpha", script))
+    endpoint = await bench.driver.activate(ALPHA)
+    life = bench.driver._lives[ALPHA]
+
+    flag.write_text("")
+    await until(lambda: life.is_detached, "the wrapper has left")
+
+    assert await bench.driver.observe() == {ALPHA: endpoint}
+    assert bench.losses == []
+    os.kill(bench.pid("alpha"), signal.SIGKILL)
+    await until(lambda: bool(bench.losses), "the loss is noticed", within_s=3.0)
 
 
 async def test_a_killed_wrapper_is_a_loss_and_its_server_is_taken_down(bench: Bench) -> None:
