@@ -459,7 +459,10 @@ class Scheduler:
             # Believed ready and was not: lend it to nobody until somebody has looked.
             self._suspect = True
             self._out.append(Check(self._up, self._epoch))
-        if hold.requeued or hold.member not in self.spec.members:
+        if hold.member not in self.spec.members:
+            self._answer(hold, RefusalCode.MODEL_NOT_FOUND, None, "the member was removed", False)
+            return
+        if hold.requeued:
             self._answer(
                 hold,
                 RefusalCode.MEMBER_FAILED,

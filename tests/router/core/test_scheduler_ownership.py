@@ -484,6 +484,18 @@ def test_holds_of_a_removed_member_are_told_that_it_is_gone() -> None:
     assert slot.ledger.held == 0
 
 
+def test_a_refused_dispatch_of_a_removed_member_is_told_that_it_is_gone() -> None:
+    slot = Slot(pool(), up=(A,))
+    ticket = slot.come(A)
+    slot.tell(e.Reconfigured(replace(slot.spec, members={B: slot.spec.members[B]})))
+
+    slot.tell(e.DispatchRefused(ticket))
+
+    refusal = slot.refused(ticket)
+    assert refusal is not None
+    assert refusal[1].code is c.RefusalCode.MODEL_NOT_FOUND
+
+
 def test_a_member_removed_while_it_loads_is_taken_down_after_its_landing() -> None:
     slot = Slot(pool())
     slot.come(A)
