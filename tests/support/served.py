@@ -29,6 +29,10 @@ from ruamel.yaml import YAML
 
 from fakemembers import PYTHON_ENV, EventLog, carrying, fake_command, is_alive, until
 from modelpool_router.app import Router
+from modelpool_router.core.estimates import Estimates
+from modelpool_router.core.spec import PoolName
+from modelpool_router.runtime.pool import PoolRuntime
+from modelpool_router.runtime.record import PoolRecord, RecordStore
 from modelpool_router.settings import load, verify
 from modelpool_router.telemetry import Logs, configure_logs
 from rawclient import RawClient
@@ -88,6 +92,13 @@ def configuration(folder: Path, *pools: Json, **keys: Any) -> Json:
         **keys,
         "pools": list(pools),
     }
+
+
+def learned(folder: Path, *members: str, name: str = "gpu0", **seconds: float) -> None:
+    """Let the router remember times of an earlier run: ``load_s``, ``unload_s``, ``drain_s``."""
+    known = {what: dict.fromkeys(members, value) for what, value in seconds.items()}
+    record = PoolRecord(Estimates.from_dict(known))
+    RecordStore(folder / "state").write(PoolName(name), RecordStore.encode(record))
 
 
 def write_config(path: Path, config: Json) -> None:
@@ -417,6 +428,15 @@ class Served:
         await until(lambda: len(self.log_lines(event)) >= count, f"log line {event!r}")
         return self.log_lines(event)[count - 1]
 
+    async def wait_for_request(self, request_id: str) -> Json:
+        """Return the log line of one request as soon as it is written."""
+
+        def found() -> list[Json]:
+            return [x for x in self.log_lines("request") if x["request_id"] == request_id]
+
+        await until(lambda: bool(found()), f"log line of {request_id}")
+        return found()[0]
+
     def starts(self, member: str) -> int:
         """How often *member* was started so far."""
         return len(self.members.events("start", member))
@@ -602,6 +622,10 @@ class ServedHere(Served):
         listen, admin = self.router.addresses
         self.url, self.admin = f"http://{listen}", f"http://{admin}"
         self.is_up = True
+
+    def runtime(self, name: str = "gpu0") -> PoolRuntime:
+        """Return a pool itself, for the few tests that must hold up an answer of its driver."""
+        return self.router._pools[PoolName(name)]
 
     async def finish(self) -> None:
         """The end of a good test, as in `ServedProcess`."""

@@ -207,6 +207,7 @@ def load(model: PoolModel, command: c.Load) -> None:
     still(model, f"Load {member}")
     check(model, "O2", member in model.spec.members, f"load of {member}, no member any more")
     wanted = model.wanted(member)
+    check(model, "H8", wanted or not any(model.held.values()), f"{member} loaded, others wait")
     if not wanted and member not in model.displaced_for:
         spare = member == model.restorable and model.spec.restore
         warm = member == model.spec.default and model.warm_tokens > 0
@@ -356,7 +357,7 @@ def settled(model: PoolModel, event: e.Event, wake: float | None) -> None:
     if isinstance(event, e.LoadFailed) and model.failed_at.get(event.member) == t:
         check(model, "H9", not model.held[event.member], f"{event.member} failed, its waiters wait")
     for name, life in model.lives.items():
-        if life.state != "up" or not model.held[name] or life.suspect:
+        if life.state != "up" or not model.held[name] or life.suspect or life.extra:
             continue
         if not model.may_move(name) and len(model.leases[name]) < model.least_parallel(name):
             raise Violation("H2", t, f"requests held for the resident {name}, admission is open")
@@ -377,23 +378,14 @@ def idle_slot(model: PoolModel, wake: float | None) -> None:
 
 def ledger_agrees(ledger: HoldLedger, models: list[PoolModel]) -> None:
     """S14: the shared ledger counts what is held, and never more than its bounds allow."""
-    held = sum(model.held_total for model in models)
-    check(models[0], "ledger", ledger.held == held, f"ledger {ledger.held}, held {held}")
-    keys: dict[str, int] = {}
-    for model in models:
-        for line in model.held.values():
-            for request in line.values():
-                if request.key is not None:
-                    keys[request.key] = keys.get(request.key, 0) + 1
-    check(models[0], "ledger", ledger.by_key == keys, f"ledger {ledger.by_key}, held {keys}")
-    returned = sum(
-        1
-        for model in models
-        for line in model.held.values()
-        for request in line.values()
-        if request.dispatch_refusals
-    )
-    check(models[0], "H11", held - returned <= ledger.bounds.max_held, f"{held} held at once")
+    first, *others = models
+    held, returned, keys = first.held_total, first.returned, first.keys
+    for model in others:
+        held, returned = held + model.held_total, returned + model.returned
+        keys = {key: keys.get(key, 0) + model.keys.get(key, 0) for key in {*keys, *model.keys}}
+    check(first, "ledger", ledger.held == held, "ledger counts other holds than are held")
+    check(first, "ledger", ledger.by_key == keys, "ledger counts other keys than are held")
+    check(first, "H11", held - returned <= ledger.bounds.max_held, "more held than allowed")
 
 
 def waited(model: PoolModel, bound: float) -> None:

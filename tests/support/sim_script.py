@@ -221,7 +221,7 @@ def alone(script: Script, pool: int) -> Script:
 EVERY_POOL = -1
 """`Item.pool` of what hits the whole router (a stalled loop)."""
 
-PROFILES = (("swarm", 70), ("calm", 15), ("pair", 15))
+PROFILES = (("swarm", 77), ("calm", 15), ("pair", 8))
 
 
 def draw(seed: int, profile: str | None = None) -> Script:

@@ -113,6 +113,10 @@ class PoolModel:
     failed_at: dict[MemberName, float] = field(default_factory=dict)
     head_since: dict[MemberName, float] = field(default_factory=dict)
     held_total: int = 0
+    returned: int = 0
+    """Held after a refused dispatch: the bounds on holds do not apply to them (H10)."""
+    keys: dict[str, int] = field(default_factory=dict)
+    """Held, by API key."""
     lease_total: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
@@ -318,7 +322,10 @@ class PoolModel:
         line[request.ticket] = request
         if request.dispatch_refusals:
             self.held[request.member] = dict(sorted(line.items()))
+            self.returned += 1
         self.held_total += 1
+        if request.key is not None:
+            self.keys[request.key] = self.keys.get(request.key, 0) + 1
 
     def _unhold(self, request: Request, end: str) -> None:
         line = self.held[request.member]
@@ -327,6 +334,11 @@ class PoolModel:
             self.head_since[request.member] = self.t
         del line[request.ticket]
         self.held_total -= 1
+        self.returned -= request.dispatch_refusals > 0
+        if request.key is not None:
+            self.keys[request.key] -= 1
+            if not self.keys[request.key]:
+                del self.keys[request.key]
         request.state = "ended"
         if end:
             self.outcomes[end] += 1
@@ -349,6 +361,7 @@ class PoolModel:
         self.failed_at.pop(member, None)
         self.restorable = None
         self.displaced_for = set()
+        self.warm_tokens = 0
         self.released = False
 
     def _load_failed(self, member: MemberName, epoch: Epoch) -> None:
@@ -384,8 +397,6 @@ class PoolModel:
                     life.deferred = True
 
     def _reconfigured(self, spec: PoolSpec) -> None:
-        if spec.default != self.spec.default:
-            self.warm_tokens += 1
         self.spec = spec
         self.reconfigured_at = self.t
         for name in spec.members:

@@ -140,8 +140,9 @@ class Watched:
         view, model = self.scheduler.view(now), self.model
         sim_checks.check(model, "view", view.held == model.held_total, "held differs")
         sim_checks.check(model, "view", view.in_flight == model.lease_total, "in_flight differs")
-        up = model.landed()
-        sim_checks.check(model, "view", view.resident in (up, None), f"{view.resident}, {up} is up")
+        resident = view.resident
+        true = resident is None or model.lives[resident].state == "up"
+        sim_checks.check(model, "view", true, f"{resident} is said to be resident")
         for member in view.members:
             held = len(model.held.get(member.name, ()))
             sim_checks.check(model, "view", member.held == held, f"held of {member.name} differs")

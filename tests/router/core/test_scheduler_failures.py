@@ -233,6 +233,19 @@ def test_h10_a_refused_dispatch_goes_back_to_the_hold_and_nobody_is_granted_unti
     assert slot.granted(other) == 1.5
 
 
+def test_h10_nobody_is_granted_before_the_check_although_nobody_is_held() -> None:
+    slot = Slot(pool(), up=(A,))
+    ticket = slot.come(A)
+    slot.tell(e.DispatchRefused(ticket))
+    slot.tell(e.Departed(ticket))
+
+    newcomer = slot.at(0.5).come(A)
+    assert slot.granted(newcomer) is None
+    slot.at(1.0).tell(e.Checked(A, slot.view().epoch, up=True))
+
+    assert slot.granted(newcomer) == 1.0
+
+
 def test_h10_only_once() -> None:
     slot = Slot(pool(), up=(A,))
     ticket = slot.come(A)
