@@ -50,7 +50,7 @@ def member(
     name: str, *, flags: tuple[str, ...] = (), keys: Json | None = None, **knobs: Any
 ) -> Json:
     """
-    Return the configuration of a fake member.
+    Return the configuration of a fake member; expected to load in 1 s, so that retries are soon.
 
     Args:
         flags: Further flags of the fake, as they stand.
@@ -64,7 +64,8 @@ def member(
         if not isinstance(value, bool):
             words.append(str(value))
     command = list(fake_command(name, *words))
-    return {"name": name, "profile": "llama-server", "command": command, **(keys or {})}
+    known = {"profile": "llama-server", "expectedLoad": "1s", **(keys or {})}
+    return {"name": name, "command": command, **known}
 
 
 def pool(*members: Json, name: str = "gpu0", **keys: Any) -> Json:

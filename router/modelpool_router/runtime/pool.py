@@ -13,6 +13,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import structlog
 
@@ -187,13 +188,17 @@ class PoolRuntime:
 
     def tell(self, event: Event) -> None:
         """Feed one fact to the scheduler and carry out what it commands."""
+        self._now = max(self._now, self.loop.time())
+        if isinstance(event, Arrived) and event.deadline < self._now:
+            # It arrives now. What passed since its deadline was computed is not a hold: a budget
+            # of 0 s would be over before it began, even for an open resident.
+            event = replace(event, deadline=self._now)
         self._inbox.append(event)
         if self._handling:
             return
         self._handling = True
         try:
             while self._inbox:
-                self._now = max(self._now, self.loop.time())
                 for command in self._scheduler.handle(self._inbox.popleft(), self._now):
                     self._carry_out(command)
         finally:

@@ -1,0 +1,95 @@
+"""How long a request is held at most, and what a client that is told to come back finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from served import Served, all_of, learned, member, pool, served_here
+
+
+async def held_ms(router: Served, request_id: str) -> float:
+    """Return the hold of one request by the router's own clock."""
+    line = await router.wait_for_request(request_id)
+    return float(line["held_ms"])
+
+
+async def test_the_budget_ends_the_hold_and_the_load_goes_on(tmp_path: Path) -> None:
+    slow = member("alpha", load=3.0, keys={"expectedLoad": "20s"})
+    async with served_here(tmp_path, pool(slow, member("beta"), swapBudget="1s")) as router:
+        refused = await router.chat("alpha")
+        assert (refused.status, refused.code) == (503, "swap_budget_exceeded")
+        assert 1000 <= await held_ms(router, refused.headers["x-request-id"]) <= 1250
+        remaining_s = 20 - 1
+        assert 1 <= refused.retry_after_s <= 60
+        assert 0.7 * remaining_s <= refused.retry_after_s <= 1.3 * remaining_s
+        exact_s = float(refused.headers["retry-after-ms"]) / 1000
+        assert refused.retry_after_s - 1 <= exact_s <= refused.retry_after_s
+        assert "x-should-retry" not in refused.headers
+        assert "alpha is loading" in refused.message
+        await router.until_resident("alpha")
+        assert (await router.answered("alpha")).held_ms < 250
+        assert router.starts("alpha") == 1
+        assert await router.metric("modelpool_budget_exceeded_total", member="alpha") == 1
+
+
+async def test_the_dispatch_time_out_does_not_bound_the_hold(tmp_path: Path) -> None:
+    members = (member("alpha", load=0.8), member("beta"))
+    async with served_here(tmp_path, pool(*members, responseTimeout="300ms")) as router:
+        answer = await router.answered("alpha")
+        assert answer.held_ms >= 700
+        late = await router.chat("alpha", x_delay_ms=5000)
+        assert (late.status, late.code) == (504, "upstream_timeout")
+        assert 0.3 <= late.took_s <= 1.0
+
+
+async def test_no_budget_refuses_at_once_and_leaves_demand(tmp_path: Path) -> None:
+    members = (member("alpha", load=0.3), member("beta"))
+    async with served_here(tmp_path, pool(*members, swapBudget="0s")) as router:
+        refused = await router.chat("alpha")
+        assert (refused.status, refused.code) == (503, "swap_budget_exceeded")
+        assert await held_ms(router, refused.headers["x-request-id"]) < 100
+        await router.until_resident("alpha")
+        await router.answered("alpha")
+        swapped = await router.chat_until_served("beta")
+        assert swapped.status == 200
+        assert (router.starts("alpha"), router.starts("beta")) == (1, 1)
+
+
+async def test_short_patience_is_answered_in_time(tmp_path: Path) -> None:
+    members = (member("alpha", load=1.6, keys={"expectedLoad": "2s"}), member("beta"))
+    async with served_here(tmp_path, pool(*members)) as router:
+        headers = {"x-stainless-read-timeout": "1"}
+        refused = await router.chat("alpha", headers=headers)
+        assert (refused.status, refused.code) == (503, "swap_budget_exceeded")
+        assert 900 <= await held_ms(router, refused.headers["x-request-id"]) < 1000
+        # odd announcements do not count
+        odd = {"x-stainless-read-timeout": "0.1", "x-stainless-timeout": "nan"}
+        await router.answered("alpha", headers=odd)
+
+
+async def test_patience_shorter_than_a_load_is_served_in_the_end(tmp_path: Path) -> None:
+    """Two members whose clients wait for less than a load do not displace each other for ever."""
+    members = (
+        member("alpha", load=1.3, keys={"expectedLoad": "1300ms"}),
+        member("beta", load=1.3, keys={"expectedLoad": "1300ms"}),
+    )
+    learned(tmp_path, "alpha", "beta", unload_s=0.2, drain_s=0.2)
+    async with served_here(tmp_path, pool(*members, maxTurn="500ms")) as router:
+        headers = {"x-stainless-read-timeout": "1"}
+        answers = await all_of(
+            *(router.chat_until_served(name, headers=headers) for name in ("alpha", "beta"))
+        )
+        assert [answer.status for answer in answers] == [200, 200]
+        assert router.starts("alpha") + router.starts("beta") <= 4
+
+
+async def test_queue_bounds(tmp_path: Path) -> None:
+    members = (member("alpha", load=0.6), member("beta"))
+    async with served_here(tmp_path, pool(*members), maxHeld=2) as router:
+        held = [router.begin(router.answered("alpha")) for _ in range(2)]
+        await router.until_held("alpha", 2)
+        refused = await router.chat("alpha")
+        assert (refused.status, refused.code) == (503, "queue_full")
+        assert 1 <= refused.retry_after_s <= 60
+        await all_of(*held)
+        await router.answered("alpha")
