@@ -67,8 +67,8 @@ MUTANTS = (
     ),
     Mutant(
         "a busy engine counts as idle",
-        "if event.verdict is Idleness.IDLE:\n            self._displace",
-        "if event.verdict is not Idleness.UNREACHABLE:\n            self._displace",
+        "if event.verdict is Idleness.IDLE:\n            closing.idle",
+        "if event.verdict is not Idleness.UNREACHABLE:\n            closing.idle",
     ),
     Mutant(
         "reports of old epochs count",

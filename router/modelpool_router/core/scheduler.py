@@ -165,6 +165,8 @@ class _Closing:
     """Whose demand closed it, if anybody's."""
     drained_at: float | None = None
     probe: int | None = None
+    idle: bool = False
+    """The engine said so, when asked in this closing."""
     forced: bool = False
 
 
@@ -672,7 +674,7 @@ class Scheduler:
         if closing is None or closing.probe != event.probe:
             return  # asked before admission was opened again: says nothing about now
         if event.verdict is Idleness.IDLE:
-            self._displace(closing, now)
+            closing.idle = True  # acted on by `_drain`, if the wish to swap still stands by then
             return
         reason = "PodsBusy" if event.verdict is Idleness.BUSY else "IdleCheckFailed"
         self._deferred_reason = reason
@@ -889,7 +891,7 @@ class Scheduler:
                 return bool(foreign)
 
     def _drain(self, closing: _Closing, now: float) -> bool:
-        """Let leases run out; then ask the engine; `_idle_answered` goes on from there."""
+        """Let leases run out; then ask the engine; when it is idle, displace the resident."""
         if self._lent:
             limit = self.spec.drain_timeout_s
             if limit is not None and not closing.forced and now >= closing.since + limit:
@@ -898,6 +900,9 @@ class Scheduler:
             return False
         if closing.drained_at is None:
             closing.drained_at = now
+        if closing.idle:
+            self._displace(closing, now)
+            return True
         if self._intruders or closing.probe is not None:
             return False
         assert self._up is not None

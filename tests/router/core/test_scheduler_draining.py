@@ -206,6 +206,17 @@ def test_h8_admission_reopens_when_every_foreign_demand_ends(phase: str) -> None
     assert slot.unloads() == []
 
 
+def test_h8_an_idle_answer_behind_a_stalled_loop_does_not_displace_for_demand_that_ended() -> None:
+    slot = Slot(pool(swap_budget_s=0.0), up=(A,))
+    slot.come(B)  # told to come back in 11 s, waited for until 41 s
+
+    slot.now = 41.0  # nobody ticked: the answer is handled first
+    slot.answer()
+
+    assert slot.unloads() == []
+    assert slot.notes(c.NoteKind.TURN_REOPENED)[-1][0] == 41.0
+
+
 def test_h8_the_target_is_chosen_again_between_unload_and_load() -> None:
     slot = Slot(pool("a", "b", "c"), up=(A,))
     left = slot.come(B)
