@@ -222,7 +222,15 @@ class _Phase(enum.Enum):
 class FrontConnection(web_protocol.RequestHandler):
     """One client connection."""
 
-    __slots__ = ("_backlog", "_deaf", "_front", "_head_bytes", "_latest_payload", "_phase")
+    __slots__ = (
+        "_backlog",
+        "_deaf",
+        "_dropped",
+        "_front",
+        "_head_bytes",
+        "_latest_payload",
+        "_phase",
+    )
 
     def __init__(self, server: FrontServer, loop: asyncio.AbstractEventLoop) -> None:
         options = server.options
@@ -242,7 +250,8 @@ class FrontConnection(web_protocol.RequestHandler):
         self._phase = _Phase.SILENT
         self._head_bytes = 0
         self._backlog = b""
-        self._deaf = False
+        self._deaf = False  # nothing is parsed any more
+        self._dropped = False  # and something may have been lost by that
         self._latest_payload: StreamReader = EMPTY_PAYLOAD
 
     # --- connection ------------------------------------------------------------------------------
@@ -339,9 +348,11 @@ class FrontConnection(web_protocol.RequestHandler):
             self._waiter.set_result(None)
 
     def _go_deaf(self) -> None:
-        """Drop whatever still comes; the answer under way is the last one."""
-        self._deaf = True
+        """Drop whatever still comes; the last answer to what was read whole ends the connection."""
+        self._deaf = self._dropped = True
         self._backlog = b""
+        if self._messages and not self._messages[-1][1].is_eof():
+            self._messages.pop()
 
     def pause_reading(self) -> None:
         # Asked for by a body that fills faster than it is read. When it belongs to a request whose
@@ -396,7 +407,8 @@ class FrontConnection(web_protocol.RequestHandler):
         assert isinstance(request, FrontRequest)
         unread = not request._payload.is_eof() or request._payload.exception() is not None
         unreadable = request._message is _UNREADABLE
-        if unread or unreadable or request.must_close or self._deaf or self._front.draining:
+        dropped = self._dropped and not self._messages
+        if unread or unreadable or dropped or request.must_close or self._front.draining:
             resp.force_close()
         done, reset = await super().finish_response(request, resp, start_time)
         if (

@@ -194,8 +194,13 @@ async def test_a_held_body_counts_until_it_is_closed() -> None:
 
 async def test_a_client_that_leaves_inside_its_body_leaves_nothing() -> None:
     """No share, no file, no demand."""
-    before = open_files()
     async with stub_front(limits=SMALL) as (front, stub, server):
+        assert (
+            await ask(front, P + b"Content-Length: 60000\r\n\r\n" + padded(60_000))
+        ).status == 200
+        await until(lambda: not server.connections)
+        stub.demands.clear()
+        before = open_files()
         for leave in (RawClient.close, RawClient.reset):
             async with RawClient(front.host, front.port) as client:
                 await client.send(P + b"Content-Length: 60000\r\n\r\n" + b" " * 50_000)
@@ -203,8 +208,8 @@ async def test_a_client_that_leaves_inside_its_body_leaves_nothing() -> None:
                 leave(client)
                 await until(lambda: not server.connections and not stub.ledger.held_bytes)
         assert stub.demands == []
-    gc.collect()
-    await until(lambda: open_files() <= before)
+        gc.collect()
+        await until(lambda: open_files() <= before)
 
 
 async def test_spool_files_have_no_name(tmp_path: Path) -> None:

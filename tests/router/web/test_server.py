@@ -95,6 +95,21 @@ async def test_a_client_with_a_big_body_behind_a_held_request_is_noticed() -> No
             await asyncio.wait_for(stub.left.wait(), 1)
 
 
+async def test_a_big_body_behind_a_held_request_costs_the_connection_only() -> None:
+    """The held one and those read whole are answered, and the last answer says that it ends."""
+    async with stub_front() as (front, stub, _):
+        stub.hold = asyncio.Event()
+        async with RawClient(front.host, front.port) as client:
+            await client.send(POST)
+            await stub.arrived.wait()
+            big = P + b"Content-Length: 5000000\r\n\r\n" + b" " * 5_000_000
+            await client.send(GET + big)
+            stub.hold.set()
+            answers = [await client.answer(), await client.answer()]
+            assert [(each.status, each.closing) for each in answers] == [(200, False), (200, True)]
+            assert await client.ended() == b""
+
+
 async def test_one_request_of_a_connection_is_held_at_a_time() -> None:
     """Pipelined ones wait unseen until the one before them is answered, and come in order."""
     async with stub_front() as (front, stub, _):
@@ -146,13 +161,18 @@ async def test_overflowing_pipelines_end_with_the_answer_under_way() -> None:
 
 async def test_a_broken_request_behind_a_held_one_does_not_disturb_it() -> None:
     """The held one is answered; then the broken one gets its 400, and the connection ends."""
-    async with stub_front() as (front, stub, _):
+    async with stub_front() as (front, stub, server):
         stub.hold = asyncio.Event()
         async with RawClient(front.host, front.port) as client:
             await client.send(POST)
             await stub.arrived.wait()
+            (connection,) = server.connections
+            await client.send(GET)
+            await until(lambda: len(connection._messages) == 1)
             await client.send(b"GET / HTTP/1.1\r\nBad Field: x\r\n\r\n" + GET)
+            await until(lambda: len(connection._messages) == 2)
             stub.hold.set()
+            assert (await client.answer()).status == 200
             assert (await client.answer()).status == 200
             answer = await client.answer()
             assert (answer.status, answer.closing) == (400, True)
