@@ -126,10 +126,15 @@ class RawUpstream:
         await self.stop()
         assert not self.failures, self.failures
 
-    async def stop(self) -> None:
-        """Stop listening and drop every connection."""
+    async def stop_listening(self) -> None:
+        """Refuse further connections; those that exist go on."""
         if self._server is not None:
             self._server.close()
+            await asyncio.sleep(0)  # some loops close the socket in their next turn
+
+    async def stop(self) -> None:
+        """Stop listening and drop every connection."""
+        await self.stop_listening()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -129,15 +129,24 @@ async def _run(
     body: OutgoingBody,
 ) -> Forwarded:
     connection = client.take(endpoint)
+    sent: UpstreamReset | None = None
     if connection is not None:
         try:
             return await exchange.run(connection, head, body)
-        except UpstreamReset:
+        except UpstreamReset as error:
             # A connection that had rested may have been closed at the very moment of use. Only
             # then is it certain enough that nobody works on the request: send it once more.
             if connection.answered:
                 raise
-    connection = await client.connect(endpoint)
+            sent = error
+    try:
+        connection = await client.connect(endpoint)
+    except ConnectRefused:
+        # The member ended with the request in its hands, maybe because of it: held again, such a
+        # request would end one life of the member after the other.
+        if sent is not None:
+            raise sent from None
+        raise
     return await exchange.run(connection, head, body)
 
 

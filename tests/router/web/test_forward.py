@@ -15,7 +15,12 @@ import pytest
 
 from bothloops import on_both_loops
 from modelpool_router.core.headers import ExchangeIds
-from modelpool_router.web.faults import ConnectRefused, ExchangeBroken, MemberLoading
+from modelpool_router.web.faults import (
+    ConnectRefused,
+    ExchangeBroken,
+    MemberLoading,
+    UpstreamReset,
+)
 from modelpool_router.web.forward import ForwardLimits
 from modelpool_router.web.upstream import UpstreamLimits
 from rawupstream import (
@@ -470,6 +475,33 @@ async def test_given_a_reused_connection_that_dies_unanswered_then_a_fresh_one_i
             ended = [await relay.end(), await relay.end()]
             assert ended[1].body is not None
             assert (ended[1].body.iterations, ended[1].body.closed) == (2, 1)
+
+
+@on_both_loops
+async def test_given_a_member_that_ends_with_a_request_in_its_hands_then_502_and_no_second_try() -> (
+    None
+):
+    async def script(link: Link) -> None:
+        await link.read_request()
+        await link.send(answer(b"ok"))
+        await link.read_request()
+        await up.stop_listening()
+        link.reset()
+
+    async with RawUpstream(script) as up, Relay(up.port) as relay:
+        async with await RawClient.connect(relay.port) as client:
+            client.post()
+            assert (await client.answer()).status == 200
+            client.post(b"poison")
+            got = await client.answer()
+
+            assert (got.status, got.body) == (502, b'{"error":{"code":"upstream_reset"}}')
+            # `ConnectRefused` would be held again and sent to the next life of the member
+            assert [type((await relay.end()).error) for _ in range(2)] == [
+                type(None),
+                UpstreamReset,
+            ]
+        assert len(up.requests) == 2
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
