@@ -9,7 +9,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,15 @@ async def benched(folder: Path) -> AsyncIterator[Bench]:
     finally:
         await bench.driver.close(stop_members=True)
         assert not carrying(bench.state_id), "a process of a member is left"
+
+
+@pytest.fixture(autouse=True)
+def no_test_leaves_a_process(tmp_path: Path) -> Iterator[None]:
+    """A test that failed half way must not leave its orphans on the machine."""
+    yield
+    path = tmp_path / "state" / "id"
+    for pid in carrying(path.read_text().strip()) if path.exists() else ():
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
