@@ -11,6 +11,7 @@ and no traceback in the log.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -445,6 +446,19 @@ class Served:
     def time_of(self, event: str, member: str, at: int = -1) -> float:
         """Return the monotonic time of one event of a member."""
         return float(self.members.events(event, member)[at]["t"])
+
+    async def until_lock_is_free(self, name: str = "gpu0") -> None:
+        """Wait until nobody, a helper included, holds the lock that stands for the memory."""
+
+        def is_free() -> bool:
+            with (self.folder / f"{name}.lock").open("a") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return False
+                return True
+
+        await until(is_free, f"the lock of {name} is free")
 
     async def slot_value(self) -> str:
         """Return what every process of this state directory carries in its environment."""
