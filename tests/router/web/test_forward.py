@@ -478,9 +478,7 @@ async def test_given_a_reused_connection_that_dies_unanswered_then_a_fresh_one_i
 
 
 @on_both_loops
-async def test_given_a_member_that_ends_with_a_request_in_its_hands_then_502_and_no_second_try() -> (
-    None
-):
+async def test_given_a_member_that_ends_with_a_request_in_its_hands_then_no_second_try() -> None:
     async def script(link: Link) -> None:
         await link.read_request()
         await link.send(answer(b"ok"))
