@@ -91,7 +91,7 @@ class FrontRequest(web.BaseRequest):
     """A request that passed the checks of `head`."""
 
     ATTRS = web.BaseRequest.ATTRS | frozenset(
-        {"answer_begun", "cors_headers", "must_close", "request_id", "route_path", "route_query"}
+        {"answer_begun", "cors_headers", "is_last", "request_id", "route_path", "route_query"}
     )
 
     request_id: str
@@ -104,8 +104,19 @@ class FrontRequest(web.BaseRequest):
     """To be part of every answer; aiohttp responses get them by themselves."""
     answer_begun: bool = False
     """To be set by whoever writes an answer past aiohttp: no error can follow it then."""
-    must_close: bool = False
-    """The answer has to say ``Connection: close``; aiohttp responses do by themselves."""
+    is_last: bool = False
+    """Nothing that comes behind this request on its connection is to be read."""
+
+    @property
+    def must_close(self) -> bool:
+        """
+        True when the answer has to say ``Connection: close``; aiohttp responses do by themselves.
+
+        May turn true while the request is held: draining, a pipeline that overflowed.
+        """
+        connection = self._protocol
+        assert isinstance(connection, FrontConnection)
+        return self.is_last or connection.ends
 
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
         headers = response.headers
@@ -191,7 +202,7 @@ class FrontServer(web.Server):
         wished = message.headers.get("x-request-id")
         request.request_id = wished if wished and _REQUEST_ID.fullmatch(wished) else next(self._ids)
         request.cors_headers = self.options.cors.headers(message.headers)
-        request.must_close = self.draining or head.offers_upgrade(request)
+        request.is_last = head.offers_upgrade(request)
         return request
 
     async def _serve(self, request: FrontRequest) -> web.StreamResponse:
@@ -200,7 +211,7 @@ class FrontServer(web.Server):
         except ApiError as error:
             self.options.on_refused(error.code)
             if error.code in _DISTRUST:
-                request.must_close = True
+                request.is_last = True
             raise
         request.route_path = target.path
         request.route_query = target.query
@@ -268,6 +279,11 @@ class FrontConnection(web_protocol.RequestHandler):
         self._front.unwatch(self)
         self._backlog = b""
         super().connection_lost(exc)
+
+    @property
+    def ends(self) -> bool:
+        """True when the answer under way is the last one here."""
+        return self._front.draining or (self._dropped and not self._messages)
 
     def close_if_idle(self) -> None:
         """Close now unless a request is under way or its head has begun to arrive."""
@@ -407,8 +423,7 @@ class FrontConnection(web_protocol.RequestHandler):
         assert isinstance(request, FrontRequest)
         unread = not request._payload.is_eof() or request._payload.exception() is not None
         unreadable = request._message is _UNREADABLE
-        dropped = self._dropped and not self._messages
-        if unread or unreadable or dropped or request.must_close or self._front.draining:
+        if unread or unreadable or request.must_close:
             resp.force_close()
         done, reset = await super().finish_response(request, resp, start_time)
         if (
