@@ -4,7 +4,7 @@ Bad input gets the right answer: status, code and state of the connection, three
 Alone; as the second request of a kept connection; in one-byte segments. Afterwards a good request
 on a new connection succeeds, nothing is held or wanted, and no input byte and no key is in a log.
 
-The fixture `front` decides what is under test; a whole router can be added to its parameters.
+The fixture `front` decides what is under test: the parts of the front alone, and the whole router.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import pytest
 from modelpool_router.web.intake import IntakeLimits
 from modelpool_router.web.server import ServerOptions
 from rawclient import RawAnswer, RawClient
-from stubfront import KEY, LIMITED_KEY, ORIGIN, Front, stub_front
+from served import member, pool, served
+from stubfront import KEY, KEY_FILE, LIMITED_KEY, ORIGIN, Front, stub_front
 
 CANARY = "zq9canary"
 J = b'{"model":"m"}'
@@ -400,10 +401,39 @@ BODIES = [
 CASES = [*FRAMING, *HEADS, *BODIES]
 
 
-@pytest.fixture(params=["stub"])
-async def front(request: pytest.FixtureRequest) -> AsyncIterator[Front]:
-    """What is under test, freshly started. Add the whole router here."""
-    assert request.param == "stub"
+@pytest.fixture(scope="module", autouse=True)
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """
+    The whole router as a program, once for all cases: two members, keys, one allowed origin.
+
+    At its end nothing is held, no input byte and no key is in its log, and no bad input has
+    started a member.
+    """
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "keys.yaml").write_text(KEY_FILE)
+    members = [
+        member("m", keys={"models": ["allowed"]}),
+        member("m2", keys={"models": ["other"]}),
+    ]
+    keys = {"keys": {"file": str(folder / "keys.yaml")}, "corsOrigins": [ORIGIN]}
+    with asyncio.Runner() as runner:
+        running = served(folder, pool(*members), **keys)
+        router = runner.run(running.__aenter__())
+        host, port = router.address
+        yield Front(host, port, None)
+        runner.run(running.__aexit__(None, None, None))
+        assert (router.starts("m"), router.starts("m2")) == (1, 0)
+        log = router.log_path.read_text(encoding="utf-8")
+        for secret in (CANARY, KEY, LIMITED_KEY, "SECRET"):
+            assert secret not in log
+
+
+@pytest.fixture(params=["stub", "program"])
+async def front(request: pytest.FixtureRequest, program: Front) -> AsyncIterator[Front]:
+    """What is under test: the front's parts alone, freshly started, or the whole router."""
+    if request.param == "program":
+        yield program
+        return
     async with stub_front() as (running, _, _):
         yield running
 
