@@ -68,6 +68,8 @@ def surface(settings: Settings, upstream_keys: Mapping[str, str]) -> Surface:
             spool_above_bytes=settings.spool_above_bytes,
             idle_s=settings.body_stall_s,
             total_s=settings.body_timeout_s,
+            # Not the system's folder for temporary files: that one may be in memory.
+            spool_dir=str(settings.state_dir),
         ),
         keepalive=keepalive,
         passthrough=settings.passthrough,

@@ -27,6 +27,7 @@ from ..core.spec import HoldLedger, MemberName, PoolName
 from ..core.view import PoolView, SlotState
 from ..drivers.base import LostCallback, MemberDriver
 from ..drivers.process import ProcessDriver
+from ..drivers.statedir import prepare
 from ..runtime.pools import Pools
 from ..runtime.record import RecordStore
 from ..settings import (
@@ -110,6 +111,7 @@ class Router:
         loop = asyncio.get_running_loop()
         settings = self.settings
         self._read_secrets(settings)
+        prepare(settings.state_dir)
         self._metrics.watch(self.views, self._ledger)
         self._metrics.watch_log(self._logs.dropped)
         self._client = UpstreamClient(

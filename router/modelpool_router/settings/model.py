@@ -291,8 +291,9 @@ class MemorySettle(Section):
     """Command that prints the free memory in MiB, as `nvidia-smi --query-gpu=memory.free
     --format=csv,noheader,nounits` does; the smallest number counts."""
     timeout_s: Annotated[float, Duration("0s", "1h")] = 30.0
-    """Longest wait; then the load starts anyway, because a number that never settles must not stop
-    the pool, except that a member fails whose `memoryNeededBytes` are not free."""
+    """Longest wait. Then a member that says what it needs (`memoryNeededBytes`) has failed to load, so
+    that it cannot crash half way; others are started anyway, because a number that never
+    settles must not stop the pool."""
     interval_s: Annotated[float, Duration("10ms", "1m")] = 0.5
     """Time between two looks; drivers give memory back within seconds."""
 
@@ -447,8 +448,8 @@ class Settings(Section):
     """Bodies larger than this wait in an unlinked temporary file instead of memory; ordinary
     chats stay below."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
-    """Most client connections at once; further ones wait in the kernel. Above `maxHeld`, below
-    common file limits."""
+    """Most client connections at once; further ones are answered 503 and closed. Above `maxHeld`,
+    below common file limits."""
 
     hold_keepalive: HoldKeepalive = HoldKeepalive.NONE
     """What held streamed requests are sent so that their clients do not give up: nothing, SSE
