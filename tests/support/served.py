@@ -447,6 +447,16 @@ class Served:
         """Return the monotonic time of one event of a member."""
         return float(self.members.events(event, member)[at]["t"])
 
+    async def until_remembered(self) -> None:
+        """Wait until what is known of the pools is on disk."""
+        await until(
+            lambda: any(
+                json.loads(path.read_text(encoding="utf-8"))["released"]
+                for path in self.state_dir.glob("*.record.json")
+            ),
+            "the record is written",
+        )
+
     async def until_lock_is_free(self, name: str = "gpu0") -> None:
         """Wait until nobody, a helper included, holds the lock that stands for the memory."""
 
@@ -592,6 +602,10 @@ class ServedProcess(Served):
         self.signal(signal.SIGTERM)
         return await self.ended()
 
+    async def serve_again(self) -> tuple[int, str]:
+        """Start a second program on the same configuration; return its exit code and errors."""
+        return await serve_and_fail(self.config_path)
+
     async def restart(self) -> None:
         """Start it again, on the same configuration and state."""
         await self.start()
@@ -670,6 +684,28 @@ class ServedHere(Served):
                 self._stream.close()
         finally:
             kill_left(self.state_dir)
+
+
+async def serve_and_fail(config: Path) -> tuple[int, str]:
+    """Run ``modelpool serve`` on a file that it must refuse; return exit code and errors."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("MODELPOOL_")}
+    program = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "modelpool_router", "serve", str(config)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**environ, **PYTHON_ENV},
+        cwd=config.parent,
+    )
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            _, errors = await program.communicate()
+    finally:
+        if program.returncode is None:
+            program.kill()
+            await program.wait()
+    assert program.returncode is not None
+    return program.returncode, errors.decode()
 
 
 def kill_left(state_dir: Path) -> None:

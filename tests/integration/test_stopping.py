@@ -1,0 +1,89 @@
+"""Going down in peace: not ready at once, held ones told, streams to their end, members gone."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+
+from served import member, pool, served
+
+
+async def test_a_graceful_stop(tmp_path: Path) -> None:
+    settings = {"shutdownDelay": "700ms", "shutdownTimeout": "15s"}
+    async with served(tmp_path, pool(member("alpha"), member("beta")), **settings) as router:
+        await router.answered("alpha")
+        assert (await router.get("/readyz")).status == 200
+        async with router.stream("alpha", x_chunks=60, x_gap_ms=25) as stream:
+            await stream.tokens(2)
+            held = router.begin(router.chat("beta"))
+            await router.until_held("beta")
+            router.signal(signal.SIGTERM)
+            refused = await held
+            assert (refused.status, refused.code) == (503, "pool_draining")
+            assert 1 <= refused.retry_after_s <= 60
+            # load balancers look, and clients that have not heard of it yet are served
+            ready, alive = await router.get("/readyz"), await router.get("/livez")
+            assert (ready.status, alive.status) == (503, 200)
+            assert (await router.answered("alpha")).status == 200
+            assert (await router.chat("beta")).code == "pool_draining"
+            await stream.rest()
+        assert (len(stream.texts), stream.is_complete) == (60, True)
+        assert await router.ended() == 0
+        assert [event["event"] for event in router.members.events()][-1] == "stopped"
+        assert router.starts("beta") == 0
+
+
+async def test_a_second_signal_hurries(tmp_path: Path) -> None:
+    settings = {"shutdownDelay": "30s", "shutdownTimeout": "60s"}
+    async with served(tmp_path, pool(member("alpha"), member("beta")), **settings) as router:
+        async with router.stream("alpha", x_chunks=100_000, x_gap_ms=20) as stream:
+            await stream.tokens(2)
+            router.signal(signal.SIGTERM)
+            await router.wait_for_log("stopping")
+            began = time.monotonic()
+            router.signal(signal.SIGTERM)
+            await stream.rest()
+        assert stream.error is not None and not stream.is_complete
+        assert await router.ended() == 0
+        assert time.monotonic() - began < 5.0
+
+
+async def test_what_outlasts_the_limit_is_told_so(tmp_path: Path) -> None:
+    settings = {"shutdownTimeout": "600ms"}
+    async with served(tmp_path, pool(member("alpha"), member("beta")), **settings) as router:
+        whole = router.begin(router.chat("alpha", x_delay_ms=60_000))
+        async with router.stream("alpha", x_chunks=100_000, x_gap_ms=20) as stream:
+            await stream.tokens(2)
+            await router.wait_for(lambda v: v["in_flight"] == 2, "both at work")
+            router.signal(signal.SIGINT)
+            await stream.rest()
+        assert stream.error is not None and not stream.is_complete
+        assert (await whole).status == 502
+        assert await router.ended() == 0
+
+
+async def test_a_stop_while_a_member_loads(tmp_path: Path) -> None:
+    async with served(tmp_path, pool(member("alpha", load=30), member("beta"))) as router:
+        held = router.begin(router.chat("alpha"))
+        await router.wait_for(lambda v: v["state"] == "loading", "alpha loads")
+        began = time.monotonic()
+        assert await router.terminate() == 0
+        assert time.monotonic() - began < 5.0
+        assert (await held).code == "pool_draining"
+
+
+async def test_kept_connections_do_not_delay_the_end(tmp_path: Path) -> None:
+    async with served(tmp_path, pool(member("alpha")), shutdownTimeout="20s") as router:
+        async with aiohttp.ClientSession() as kept, router.raw() as silent:
+            async with kept.get(router.url + "/v1/models") as response:
+                assert response.status == 200
+            await silent.send(b"GET /v1/mod")
+            async with kept.get(router.admin + "/api/v1/events") as events:
+                assert await events.content.readline()
+                began = asyncio.get_running_loop().time()
+                assert await router.terminate() == 0
+                assert asyncio.get_running_loop().time() - began < 5.0
