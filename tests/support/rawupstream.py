@@ -126,11 +126,15 @@ class RawUpstream:
         await self.stop()
         assert not self.failures, self.failures
 
-    async def stop_listening(self) -> None:
+    def close(self) -> None:
         """Refuse further connections; those that exist go on."""
         if self._server is not None:
             self._server.close()
-            await asyncio.sleep(0)  # some loops close the socket in their next turn
+
+    async def stop_listening(self) -> None:
+        """Do `close`, and wait until it has happened."""
+        self.close()
+        await asyncio.sleep(0)  # some loops close the socket in their next turn
 
     async def stop(self) -> None:
         """Stop listening and drop every connection."""

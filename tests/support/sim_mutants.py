@@ -30,7 +30,7 @@ from modelpool_router.core import policy, retry_after, scheduler  # noqa: E402
 from sim_run import Tally, run_seed  # noqa: E402
 from sim_watch import Factory  # noqa: E402
 
-SCHEDULES = 250
+SCHEDULES = 150
 """How many simulated schedules a mutant may survive before the scenario tests have a go."""
 
 

@@ -397,6 +397,8 @@ class PoolModel:
                     life.deferred = True
 
     def _reconfigured(self, spec: PoolSpec) -> None:
+        if spec.default != self.spec.default and self.landed() is None and not self.released:
+            self.warm_tokens = max(self.warm_tokens, 1)  # a new default for a cold pool
         self.spec = spec
         self.reconfigured_at = self.t
         for name in spec.members:
