@@ -26,14 +26,10 @@ async def while_it_is_resident(router: ServedProcess) -> None:
     await router.answered("alpha")
 
 
-async def while_it_streams(router: ServedProcess) -> None:
+async def while_it_drains(router: ServedProcess) -> None:
     await router.answered("alpha")
     _ = router.begin(router.chat("alpha", x_delay_ms=60_000))
     await router.wait_for(lambda v: v["in_flight"] == 1, "alpha works")
-
-
-async def while_it_drains(router: ServedProcess) -> None:
-    await while_it_streams(router)
     _ = router.begin(router.chat("beta"))
     await router.wait_for(lambda v: v["admission"] == "closed" and v["resident"], "alpha drains")
 
@@ -57,7 +53,6 @@ STEPS: tuple[Step, ...] = (
     before_anything,
     while_it_loads,
     while_it_is_resident,
-    while_it_streams,
     while_it_drains,
     while_it_unloads,
     while_the_next_one_loads,

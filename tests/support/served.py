@@ -30,6 +30,7 @@ from ruamel.yaml import YAML
 
 from fakemembers import PYTHON_ENV, EventLog, carrying, fake_command, is_alive, until
 from modelpool_router.app import Router
+from modelpool_router.app.serving import reload_once
 from modelpool_router.core.estimates import Estimates
 from modelpool_router.core.spec import PoolName
 from modelpool_router.runtime.pool import PoolRuntime
@@ -74,8 +75,8 @@ def pool(*members: Json, name: str = "gpu0", **keys: Any) -> Json:
     return {"name": name, "linger": "0s", "swapBudget": "20s", **keys, "members": list(members)}
 
 
-def configuration(folder: Path, *pools: Json, **keys: Any) -> Json:
-    """Return a whole configuration: free ports, state and event log in *folder*, quick ends."""
+def wire(folder: Path, *pools: Json) -> None:
+    """Give every member the event log and the lock of its pool."""
     for each in pools:
         for one in each["members"]:
             wired = {
@@ -84,6 +85,11 @@ def configuration(folder: Path, *pools: Json, **keys: Any) -> Json:
                 "MEMBER_LOCK": str(folder / f"{each['name']}.lock"),
             }
             one["env"] = {**wired, **one.get("env", {})}
+
+
+def configuration(folder: Path, *pools: Json, **keys: Any) -> Json:
+    """Return a whole configuration: free ports, state and event log in *folder*, quick ends."""
+    wire(folder, *pools)
     return {
         "listen": "127.0.0.1:0",
         "admin": "127.0.0.1:0",
@@ -253,6 +259,19 @@ class Served:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sent: set[str] = set()
         self._count = 0
+
+    def member_config(self, name: str) -> Json:
+        """Return the configuration of a member, to be changed before a reload."""
+        return next(
+            found
+            for each in self.config["pools"]
+            for found in each["members"]
+            if found["name"] == name
+        )
+
+    def rewire(self) -> None:
+        """Point members that were added to `config` to the event log and the lock."""
+        wire(self.folder, *self.config["pools"])
 
     # ------------------------------------------------------------------ clients
 
@@ -651,6 +670,11 @@ class ServedHere(Served):
         listen, admin = self.router.addresses
         self.url, self.admin = f"http://{listen}", f"http://{admin}"
         self.is_up = True
+
+    async def reload(self) -> bool:
+        """Put `config` as it is now into force, as a signal does; return whether it is."""
+        write_config(self.config_path, self.config)
+        return await reload_once(self.router)
 
     def runtime(self, name: str = "gpu0") -> PoolRuntime:
         """Return a pool itself, for the few tests that must hold up an answer of its driver."""

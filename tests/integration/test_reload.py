@@ -1,0 +1,134 @@
+"""The configuration changes under traffic: what is untouched does not notice."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from served import Served, all_of, member, pool, served, served_here, write_config
+
+
+def set_knob(router: Served, name: str, knob: str, value: object) -> None:
+    """Change the command of a member."""
+    router.member_config(name)["command"] += [f"--{knob}", str(value)]
+
+
+async def test_reload_by_signal_under_traffic(tmp_path: Path) -> None:
+    members = (member("alpha"), member("beta", chunks=8), member("gamma"))
+    async with served(tmp_path, pool(*members), reloadPoll="off") as router:
+        async with router.stream("alpha", x_chunks=80, x_gap_ms=20) as stream:
+            await stream.tokens(2)
+            beta, gamma = router.begin(router.answered("beta")), router.begin(router.chat("gamma"))
+            await router.wait_for(lambda v: v["held"] == 2, "both held")
+            set_knob(router, "beta", "chunks", 3)
+            del router.config["pools"][0]["members"][2]
+            write_config(router.config_path, router.config)
+            router.signal(signal.SIGHUP)
+            refused = await gamma
+            assert (refused.status, refused.code) == (404, "model_not_found")
+            assert (await router.wait_for_log("configuration reloaded"))["changed"] is True
+            assert not stream.is_complete
+            await stream.rest()
+        assert (len(stream.texts), stream.is_complete) == (80, True)
+        text = (await beta).json()["choices"][0]["message"]["content"]
+        assert len(text.split()) == 3
+        assert (router.starts("alpha"), router.starts("beta")) == (1, 1)
+        assert (await router.chat("gamma")).code == "model_not_found"
+
+
+async def test_a_bad_file_is_refused_and_the_old_one_stays(tmp_path: Path) -> None:
+    async with served(tmp_path, pool(member("alpha"), member("beta")), reloadPoll="50ms") as router:
+        router.allowed_levels.add("error")
+        async with router.stream("alpha", x_chunks=60, x_gap_ms=20) as stream:
+            await stream.tokens(1)
+            good = router.config_path.read_text(encoding="utf-8")
+            bad = good.replace("swapBudget:", "swapBugdet:")
+            router.config_path.write_text(bad, encoding="utf-8")
+            refusal = await router.wait_for_log("configuration refused, the old one stays")
+            line = 1 + bad.split("\n").index("  swapBugdet: 20s")
+            assert f"pool.yaml:{line}:" in refusal["problem"]
+            assert "swapBugdet" in refusal["problem"]
+            assert "swapBudget" in refusal["problem"].replace("swapBugdet", "")
+            await stream.rest()
+        assert stream.is_complete
+        assert (await router.pool())["swap_budget_s"] == 20
+        # put right, it is taken without a signal
+        router.config_path.write_text(good.replace("20s", "25s"), encoding="utf-8")
+        await router.wait_for(lambda v: v["swap_budget_s"] == 25, "the good file is in force")
+        assert router.starts("alpha") == 1
+
+
+async def test_five_quick_edits_start_nothing_twice(tmp_path: Path) -> None:
+    rules = {"default": "alpha"}
+    members = (member("alpha", load=0.3), member("beta"))
+    async with served(tmp_path, pool(*members, **rules), reloadPoll="20ms") as router:
+        for edit in range(1, 6):
+            router.config["pools"][0]["swapBudget"] = f"{20 + edit}s"
+            write_config(router.config_path, router.config)
+            router.signal(signal.SIGHUP)
+        await router.wait_for(lambda v: v["swap_budget_s"] == 25, "the last edit is in force")
+        await router.until_resident("alpha")
+        await router.answered("alpha")
+        assert router.starts("alpha") == 1
+
+
+async def test_a_changed_command_counts_from_the_next_load(tmp_path: Path) -> None:
+    async with served_here(tmp_path, pool(member("alpha", chunks=8), member("beta"))) as router:
+        await router.answered("alpha")
+        set_knob(router, "alpha", "chunks", 2)
+        assert await router.reload()
+        old = (await router.answered("alpha")).json()
+        assert len(old["choices"][0]["message"]["content"].split()) == 8
+        assert router.starts("alpha") == 1
+        await router.answered("beta")
+        new = (await router.answered("alpha")).json()
+        assert len(new["choices"][0]["message"]["content"].split()) == 2
+
+
+async def test_a_removed_resident_ends_its_stream_and_goes(tmp_path: Path) -> None:
+    async with served_here(tmp_path, pool(member("alpha"), member("beta"))) as router:
+        async with router.stream("alpha", x_chunks=30, x_gap_ms=20) as stream:
+            await stream.tokens(1)
+            del router.config["pools"][0]["members"][0]
+            assert await router.reload()
+            assert (await router.chat("alpha")).status == 404
+            await stream.rest()
+        assert (len(stream.texts), stream.is_complete) == (30, True)
+        await router.wait_for(lambda v: v["state"] == "cold", "alpha is unloaded")
+        await router.answered("beta")
+
+
+async def test_members_and_pools_come_and_go(tmp_path: Path) -> None:
+    async with served_here(tmp_path, pool(member("alpha"))) as router:
+        async with router.stream("alpha", x_chunks=60, x_gap_ms=20) as stream:
+            await stream.tokens(1)
+            router.config["pools"][0]["members"].append(member("beta"))
+            router.config["pools"].append(pool(member("gamma"), name="gpu1"))
+            router.rewire()
+            assert await router.reload()
+            gamma = await router.answered("gamma")  # another slot: no need to wait for alpha
+            assert gamma.status == 200
+            assert not stream.is_complete
+            held = router.begin(router.answered("beta"))
+            await router.until_held("beta")
+            del router.config["pools"][1]
+            assert await router.reload()
+            assert (await router.chat("gamma")).status == 404
+            await stream.rest()
+        assert stream.is_complete
+        await held
+        await router.members.wait_for("stopped", "gamma")
+
+
+async def test_what_needs_a_restart_is_said(tmp_path: Path) -> None:
+    async with served_here(tmp_path, pool(member("alpha"))) as router:
+        before = router.url
+        router.config["listen"] = "127.0.0.1:1"
+        router.config["pools"][0]["swapBudget"] = "21s"
+        assert await router.reload()
+        assert (await router.pool())["swap_budget_s"] == 21
+        told = await router.wait_for_log("needs a restart, the old value stays")
+        assert "listen" in told["problem"]
+        assert router.url == before
+        answers = await all_of(router.chat("alpha"), router.chat("alpha"))
+        assert [answer.status for answer in answers] == [200, 200]
