@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from modelpool_router.drivers.statedir import lock_pool
 from served import Served, all_of, member, pool, served, served_here, write_config
 
 
@@ -132,3 +133,44 @@ async def test_what_needs_a_restart_is_said(tmp_path: Path) -> None:
         assert router.url == before
         answers = await all_of(router.chat("alpha"), router.chat("alpha"))
         assert [answer.status for answer in answers] == [200, 200]
+
+
+async def test_every_setting_that_may_change_does(tmp_path: Path) -> None:
+    """Those that are kept in long-lived parts: log level, connect time-out, health interval."""
+    rules = {"healthInterval": "10m", "hungAfter": "1h"}
+    async with served_here(tmp_path, pool(member("alpha"), **rules)) as router:
+        await router.answered("alpha")
+        router.config["connectTimeout"] = "7s"
+        router.config["logLevel"] = "debug"
+        router.config["pools"][0]["healthInterval"] = "50ms"
+        assert await router.reload()
+        assert router.router._client.limits.connect_timeout_s == 7
+        assert router.runtime().health_interval_s == 0.05
+        await router.act("unload")
+        line = await router.wait_for_log("state_changed")  # told at debug only
+        assert line["level"] == "debug"
+
+
+async def test_a_pool_that_another_router_runs_refuses_the_whole_reload(tmp_path: Path) -> None:
+    async with served_here(tmp_path, pool(member("alpha"))) as router:
+        await router.answered("alpha")
+        lock = lock_pool(router.state_dir, "gpu2")
+        try:
+            router.allowed_levels.add("error")
+            router.config["pools"][0]["swapBudget"] = "21s"
+            router.config["pools"] += [
+                pool(member("beta"), name="gpu1"),
+                pool(member("gamma"), name="gpu2"),
+            ]
+            router.rewire()
+            assert not await router.reload()
+            refusal = await router.wait_for_log("configuration refused, the old one stays")
+            assert "gpu2" in refusal["problem"]
+            state = await router.state()
+            assert [view["name"] for view in state["pools"]] == ["gpu0"]
+            assert (await router.pool())["swap_budget_s"] == 20
+            assert (await router.chat("beta")).status == 404
+        finally:
+            lock.release()
+        assert await router.reload()
+        await all_of(router.answered("beta"), router.answered("gamma"), router.answered("alpha"))

@@ -221,17 +221,29 @@ class Router:
         Raises:
             ConfigError: this machine lacks something that *new* names; nothing was changed.
             BadKeys: the keys cannot be used; nothing was changed.
+            StateDirUnusable: a new pool is run by another router; nothing was changed.
         """
         problems = verify(new, self._environ)
         if problems:
             raise ConfigError(problems)
-        changes = compare(self.settings, new)
-        kept = {name: getattr(self.settings, name) for name in NEED_RESTART}
+        old = self.settings
+        changes = compare(old, new)
+        kept = {name: getattr(old, name) for name in NEED_RESTART}
         source = new.source
         new = new.model_copy(update=kept)
         new._source = source
-        self._read_secrets(new)
+        # What can fail comes first, and is undone if it does.
         self.settings = new
+        started: list[PoolName] = []
+        try:
+            started = await self._pools.start_new(new.pool_specs())
+            self._read_secrets(new)
+        except BaseException:
+            self.settings = old
+            await self._pools.drop(started)
+            raise
+        self._logs.set_level(new.log_level)
+        self._client.limits = replace(self._client.limits, connect_timeout_s=new.connect_timeout_s)
         self._ledger.bounds = new.bounds()
         self._metrics.reconfigure(*_names(new))
         for pool in new.pools:

@@ -101,7 +101,7 @@ class PoolRuntime:
         self._tickets = tickets
         self._listener = listener
         self._released = released
-        self._health_interval_s = health_interval_s
+        self.health_interval_s = health_interval_s
         self._violation = violation
         self._now = self.loop.time()
         self._scheduler = Scheduler(
@@ -358,7 +358,7 @@ class PoolRuntime:
         """Look at the resident now and then; traffic that moves is proof enough."""
         looked_at = self.loop.time()
         while True:
-            await asyncio.sleep(self._health_interval_s)
+            await asyncio.sleep(self.health_interval_s)
             member, epoch = self._resident, self._epoch
             if member is None:
                 continue

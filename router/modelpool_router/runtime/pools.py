@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from ..core.commands import Note, NoteKind
@@ -78,15 +78,37 @@ class Pools:
         """Requests that hold a lease or wait for one."""
         return sum(len(pool.waiters) for pool in self._pools.values())
 
+    async def start_new(self, specs: Mapping[PoolName, PoolSpec]) -> list[PoolName]:
+        """
+        Start those of *specs* that do not run yet, all or none; return their names.
+
+        Raises:
+            What the construction of a driver raises; nothing was changed then.
+        """
+        started: list[PoolName] = []
+        try:
+            for name, spec in specs.items():
+                if name not in self._pools:
+                    await self._start(spec)
+                    started.append(name)
+        except BaseException:
+            await self.drop(started)
+            raise
+        return started
+
+    async def drop(self, names: Iterable[PoolName]) -> None:
+        """End pools that nobody has used yet."""
+        for name in names:
+            await self._pools.pop(name).stop(stop_members=True)
+
     async def apply(self, specs: Mapping[PoolName, PoolSpec]) -> None:
         """Start what is new, change what stays, retire what is gone."""
+        started = await self.start_new(specs)
         for name, spec in specs.items():
-            pool = self._pools.get(name)
-            if pool is None:
-                await self._start(spec)
-            else:
+            if name not in started:
                 self._retiring.discard(name)
-                pool.reconfigure(spec)
+                self._pools[name].health_interval_s = self._health_interval_s(name)
+                self._pools[name].reconfigure(spec)
         for name in [n for n in self._pools if n not in specs and n not in self._retiring]:
             self._retiring.add(name)
             self._tasks.start(self._retire(self._pools[name]), f"retire {name}")

@@ -158,6 +158,12 @@ class Logs:
         """Return the number of lines given up so far."""
         return self._writer.dropped
 
+    def set_level(self, level: str) -> None:
+        """Log from *level* on: ``debug`` | ``info`` | ``warning`` | ``error``."""
+        self._level = logging.getLevelNamesMapping()[level.upper()]
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(self._level))
+        logging.getLogger().setLevel(self._level)
+
     def close(self) -> None:
         """Write what waits and stop writing. Idempotent; later lines go nowhere."""
         logging.getLogger().removeHandler(self._handler)
