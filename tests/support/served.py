@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import logging
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
+import structlog
 from prometheus_client.parser import text_string_to_metric_families
 from ruamel.yaml import YAML
 
@@ -664,6 +666,7 @@ class ServedHere(Served):
         problems = verify(settings, os.environ, ports=True)
         assert not problems, problems
         self._stream = self.log_path.open("w", encoding="utf-8")
+        self._log_before = logging.getLogger().level, structlog.get_config()
         self._logs = configure_logs("info", "json", self._stream)
         self.router = Router(settings, self._logs)
         await self.router.start()
@@ -693,8 +696,15 @@ class ServedHere(Served):
             async with asyncio.timeout(LIMIT_S):
                 await self.router.stop()
         finally:
-            self._logs.close()
-            self._stream.close()
+            self._close_log()
+
+    def _close_log(self) -> None:
+        """Leave logging to the next test as this one found it."""
+        self._logs.close()
+        self._stream.close()
+        level, config = self._log_before
+        logging.getLogger().setLevel(level)
+        structlog.configure(**config)
 
     async def clean_up(self) -> None:
         """Leave nothing running, whatever happened."""
@@ -704,8 +714,7 @@ class ServedHere(Served):
                 hurry.set()
                 async with asyncio.timeout(LIMIT_S):
                     await self.router.stop(hurry)
-                self._logs.close()
-                self._stream.close()
+                self._close_log()
         finally:
             kill_left(self.state_dir)
 

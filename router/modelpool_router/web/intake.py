@@ -76,7 +76,7 @@ class Body:
         return self._file is not None
 
     def view(self) -> bytes | mmap.mmap:
-        """Return the bytes as they arrived (decoded), in one piece, valid until `close`."""
+        """Return the bytes as they arrived (decoded), in one piece, valid until `put_away`."""
         if self._file is None:
             return self._data
         if self._map is None:
@@ -100,14 +100,18 @@ class Body:
         yield value
         yield from self._range(end, self._reserved)
 
-    def close(self) -> None:
-        """Give memory, file and the share of the ledger back. Idempotent."""
+    def put_away(self) -> None:
+        """End what `view` returned: a body in a file costs no memory while it waits."""
         if self._map is not None:
             try:
                 self._map.close()
             except BufferError:
                 pass  # a traceback still refers to a part of it; it goes with that
             self._map = None
+
+    def close(self) -> None:
+        """Give memory, file and the share of the ledger back. Idempotent."""
+        self.put_away()
         if self._file is not None:
             self._file.close()
             self._file = None
