@@ -22,8 +22,11 @@ def on_both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..
 
     @functools.wraps(test)
     def run(loop_kind: str, **arguments: Any) -> None:
+        complaints: list[dict[str, Any]] = []
         with asyncio.Runner(loop_factory=_FACTORIES[loop_kind]) as runner:
+            runner.get_loop().set_exception_handler(lambda _, context: complaints.append(context))
             runner.run(test(**arguments))
+        assert not complaints, "what the loop would have logged"
 
     signature = inspect.signature(test)
     kind = inspect.Parameter("loop_kind", inspect.Parameter.KEYWORD_ONLY)

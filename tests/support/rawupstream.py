@@ -104,10 +104,13 @@ Script = Callable[[Link], Awaitable[None]]
 
 
 class RawUpstream:
-    """Listens on 127.0.0.1 and runs a script for every connection; closes it afterwards."""
+    """Listens on loopback and runs a script for every connection; closes it afterwards."""
 
-    def __init__(self, script: Script, *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, script: Script, *, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+    ) -> None:
         self.script = script
+        self.host = host
         self.tls = tls
         self.links: list[Link] = []
         self.failures: list[BaseException] = []
@@ -117,7 +120,7 @@ class RawUpstream:
 
     async def __aenter__(self) -> RawUpstream:
         self._server = await asyncio.start_server(
-            self._accept, "127.0.0.1", 0, limit=2**20, ssl=self.tls
+            self._accept, self.host, 0, limit=2**20, ssl=self.tls
         )
         self.port = self._server.sockets[0].getsockname()[1]
         return self

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from modelpool_router.core.headers import ExchangeIds
 from modelpool_router.drivers.base import Endpoint
-from modelpool_router.web.faults import ExchangeError, Family
+from modelpool_router.web.faults import ConnectRefused, ExchangeError, Family, MemberLoading
 from modelpool_router.web.forward import Forwarded, ForwardLimits, forward
 from modelpool_router.web.held import HeldStream
 from modelpool_router.web.upstream import UpstreamClient, UpstreamLimits
@@ -32,6 +32,7 @@ class Body:
     data: bytes
     closed: int = 0
     iterations: int = 0
+    pieces: int = 0
 
     @property
     def size(self) -> int:
@@ -43,6 +44,7 @@ class Body:
         self.iterations += 1
         view = memoryview(self.data)
         for start in range(0, len(view), PIECE):
+            self.pieces += 1
             yield view[start : start + PIECE]
 
     def close(self) -> None:
@@ -74,7 +76,8 @@ class Relay:
     """
     A front with aiohttp's own server whose every request goes to one upstream.
 
-    `before` runs in the handler before dispatch (to hold), `held` makes a `HeldStream`.
+    `before` runs in the handler before dispatch (to hold), `after` when the answer is written;
+    `held` makes a `HeldStream`.
     """
 
     port_of_upstream: int
@@ -88,6 +91,7 @@ class Relay:
     ids: ExchangeIds = field(default_factory=lambda: ExchangeIds("req-1"))
     held: Callable[[web.BaseRequest, Relay], HeldStream] | None = None
     before: Callable[[HeldStream | None], Any] | None = None
+    after: Callable[[], None] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     port: int = 0
     leases: list[Lease] = field(default_factory=list)
@@ -166,7 +170,7 @@ class Relay:
                     break
                 except ExchangeError as error:
                     self.ended.put_nowait(Ended("raised", error=error, body=body))
-                    if held is not None and held.started:
+                    if isinstance(error, ConnectRefused | MemberLoading) and held is not None:
                         continue  # hold it again
                     text = f'{{"error":{{"code":"{error.code}"}}}}'
                     return web.Response(
@@ -179,6 +183,8 @@ class Relay:
             if held is not None:
                 held.close()
         self.ended.put_nowait(Ended(result.outcome, result=result, body=body))
+        if self.after is not None:
+            self.after()
         return result.response
 
 

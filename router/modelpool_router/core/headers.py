@@ -310,7 +310,7 @@ def answer_head(
         parts.append(b"%b: %b\r\n" % (name, value))
     if framing is Framing.CHUNKED:
         parts.append(b"Transfer-Encoding: chunked\r\n")
-    elif head.length is not None and framing is not Framing.UNTIL_CLOSE:
+    elif head.length is not None:
         parts.append(b"Content-Length: %d\r\n" % head.length)
     parts.append(b"Connection: close\r\n\r\n" if close else b"\r\n")
     return b"".join(parts)

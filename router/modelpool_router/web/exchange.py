@@ -255,7 +255,7 @@ class Exchange:
             self._lease.moved_at = self._loop.time()
             if connection.write_paused:
                 await connection.drained()
-        connection.request_sent = not done.done()
+        connection.request_sent = True
         if self._relaying:
             body.close()
 
@@ -263,7 +263,6 @@ class Exchange:
         assert self._head is not None
         head = self._head
         framing = self._sink.framing_for(head.framing)
-        self._close_after = self._close_after or framing is Framing.UNTIL_CLOSE
         self._relaying = True
         raw = answer_head(
             head,

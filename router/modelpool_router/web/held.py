@@ -70,7 +70,7 @@ class HeldStream:
         if now < self._due:
             return
         self._due = now + self._every_s
-        if self.sink.gone or self.sink.congested:
+        if self.sink.congested:
             return
         if not self.started:
             framing = self.sink.framing_for(Framing.CHUNKED)

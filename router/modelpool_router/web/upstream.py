@@ -134,7 +134,6 @@ class UpstreamConnection(asyncio.Protocol):
         if self._reader is not None:
             self._reader.close()
         self._receiver = self._reader = None
-        self._wake_sender()
         if self._transport is not None:
             self._transport.abort()
 
@@ -162,6 +161,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost(exc)
+        self._wake_sender()
         self._transport = self._poll = None
         self._client.closed(self)
 
@@ -204,7 +204,6 @@ class UpstreamConnection(asyncio.Protocol):
         if reader.ended:
             self._receiver = self._reader = None
             reader.close()
-            self._wake_sender()
             self.resume_reading()
             if not self._may_be_reused(reader.head) or not self._client.keep(self):
                 self.abort()
@@ -221,8 +220,8 @@ class UpstreamConnection(asyncio.Protocol):
     def _lost(self, exc: Exception | None) -> None:
         reader = self._reader
         if reader is None:
-            self._wake_sender()
-        elif exc is None and reader.feed_eof():
+            return
+        if exc is None and reader.feed_eof():
             self._deliver(reader, with_head=False)
         else:
             self._fail(UpstreamReset())

@@ -177,6 +177,20 @@ def test_given_as_many_interim_answers_as_allowed_then_the_real_one_is_found() -
         assert reader.ended and body == b"ok"
 
 
+@steady
+@given(st.integers(0, 3), cuts)
+@example(3, [100])
+def test_given_interim_answers_cut_anywhere_then_the_real_one_is_found(
+    count: int, places: list[int]
+) -> None:
+    interim = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+    raw = interim * count + b"HTTP/1.1 204 No Content\r\n\r\n"
+
+    reader, _, _ = read(split(raw, places))
+
+    assert reader.ended and reader.head is not None and reader.head.status == 204
+
+
 def test_given_head_then_the_length_is_of_no_body() -> None:
     reader, body, _ = read([b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"], method="HEAD")
 

@@ -9,12 +9,14 @@ import os
 import select
 import socket
 import ssl
-from typing import Any
+import sys
+from typing import Any, cast
 
 import pytest
 
 from bothloops import on_both_loops
 from modelpool_router.core.headers import ExchangeIds
+from modelpool_router.drivers.base import Endpoint
 from modelpool_router.web.faults import (
     ConnectRefused,
     ExchangeBroken,
@@ -22,7 +24,9 @@ from modelpool_router.web.faults import (
     UpstreamReset,
 )
 from modelpool_router.web.forward import ForwardLimits
-from modelpool_router.web.upstream import UpstreamLimits
+from modelpool_router.web.sink import _Remainder
+from modelpool_router.web.sweep import Sweep
+from modelpool_router.web.upstream import UpstreamConnection, UpstreamLimits
 from rawupstream import (
     LAST_CHUNK,
     LIMIT_S,
@@ -374,6 +378,18 @@ async def test_given_an_answer_then_its_connection_is_used_again_only_when_that_
 
 
 @on_both_loops
+async def test_given_a_rest_that_was_too_long_then_the_connection_is_not_lent() -> None:
+    limits = UpstreamLimits(reuse_s=0.0, sweep_s=3600)
+    async with RawUpstream(replies(answer(b"ok"))) as up:
+        async with Relay(up.port, upstream_limits=limits) as relay:
+            async with await RawClient.connect(relay.port) as client:
+                for _ in range(2):
+                    client.post()
+                    assert (await client.answer()).status == 200
+        assert len(up.links) == 2
+
+
+@on_both_loops
 async def test_given_a_rest_that_was_too_long_then_the_connection_is_closed() -> None:
     limits = UpstreamLimits(reuse_s=0.01, sweep_s=0.005)
     async with RawUpstream(replies(answer(b"ok"))) as up:
@@ -417,7 +433,8 @@ async def test_given_late_bytes_on_a_resting_connection_then_they_are_nobodys_an
             await relay.until(lambda: relay.client.idle_connections == 1)
             await link.send(answer(b"poison"))
 
-    async with RawUpstream(script) as up, Relay(up.port) as relay:
+    limits = UpstreamLimits(reuse_s=3600)
+    async with RawUpstream(script) as up, Relay(up.port, upstream_limits=limits) as relay:
         async with await RawClient.connect(relay.port) as client:
             for number in range(3):
                 client.post()
@@ -604,6 +621,20 @@ async def test_given_an_upstream_with_tls_then_its_name_is_checked_and_all_else_
     assert len(up.requests) == 6
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="has no 127.0.0.2 without being told")
+@on_both_loops
+async def test_given_an_upstream_with_another_name_than_its_certificate_then_it_gets_nothing() -> (
+    None
+):
+    async with RawUpstream(replies(answer(b"ok")), tls=server_context(), host="127.0.0.2") as up:
+        tls = client_context()
+        async with Relay(up.port, host_of_upstream="127.0.0.2", tls=tls) as relay:
+            async with await RawClient.connect(relay.port) as client:
+                client.post()
+                assert (await client.answer()).status == 502
+        assert not up.requests
+
+
 @on_both_loops
 async def test_given_a_member_that_is_still_loading_then_the_request_can_be_held_again() -> None:
     raw = answer(
@@ -622,6 +653,23 @@ async def test_given_a_member_that_is_still_loading_then_the_request_can_be_held
             client.post()
             got = await client.answer()
             assert (got.status, got.body) == (503, raw.partition(b"\r\n\r\n")[2])
+
+
+@on_both_loops
+async def test_given_a_503_that_is_long_then_it_is_not_kept_back() -> None:
+    async def script(link: Link) -> None:
+        await link.read_request()
+        await link.send(b"HTTP/1.1 503 Busy\r\nContent-Length: 20001\r\n\r\n" + b"x" * 20_000)
+        await seen.wait()
+        await link.send(b"y")
+
+    seen = asyncio.Event()
+    async with RawUpstream(script) as up, Relay(up.port) as relay:
+        async with await RawClient.connect(relay.port) as client:
+            client.post()
+            assert (await client.read_until(b"\r\n\r\n")).startswith(b"HTTP/1.1 503")
+            seen.set()
+            assert (await client.read_until(b"y")) == b"x" * 20_000 + b"y"
 
 
 @pytest.mark.parametrize("size", [10, 15_000, 100_000])
@@ -694,6 +742,21 @@ async def test_given_a_body_that_goes_silent_then_it_is_cut_visibly() -> None:
             got = await client.answer()
 
             assert not got.complete and got.body == b"abc"
+
+
+@on_both_loops
+async def test_given_a_slow_reader_then_the_upstream_is_not_blamed_for_the_silence() -> None:
+    limits = ForwardLimits(read_stall_s=300, write_stall_s=1e9)
+    async with RawUpstream(flood(65536 * 400)) as up, Relay(up.port, limits=limits) as relay:
+        async with await RawClient.connect(relay.port, receive_buffer=4096) as client:
+            client.post()
+            await relay.until(lambda: bool(relay.request and relay.request.protocol.writing_paused))
+            (exchange,) = relay.client.sweep._watched
+            exchange.check(asyncio.get_running_loop().time() + 1000)
+
+            got = await client.answer()
+            assert got.complete and len(got.body) == 65536 * 400
+            assert (await relay.end()).outcome == "served"
 
 
 # -- flow control ----------------------------------------------------------------------------
@@ -819,6 +882,85 @@ async def test_given_a_big_body_and_a_slow_upstream_then_little_is_buffered() ->
             assert ended.body is not None and (ended.body.iterations, ended.body.closed) == (1, 1)
 
 
+def test_given_the_rest_of_an_answer_then_only_a_client_that_takes_nothing_is_dropped() -> None:
+    class Transport:
+        left = 100
+        aborted = False
+
+        def get_write_buffer_size(self) -> int:
+            return self.left
+
+        def is_closing(self) -> bool:
+            return self.aborted
+
+        def get_extra_info(self, name: str) -> Any:
+            return self
+
+        def setsockopt(self, *option: object) -> None:
+            assert not self.aborted
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    loop = asyncio.new_event_loop()
+    for steps, aborted, watched in [
+        ([(100, 59.0)], False, True),
+        ([(100, 60.0)], True, False),
+        ([(90, 59.0), (90, 100.0)], False, True),
+        ([(90, 59.0), (90, 119.0)], True, False),
+        ([(90, 59.0), (0, 500.0)], False, False),
+        ([(90, 59.0), (200, 500.0)], False, False),
+    ]:
+        transport, sweep = Transport(), Sweep(loop, 1.0)
+        rest = _Remainder(cast(asyncio.Transport, transport), sweep, 60.0, 0.0)
+        sweep.add(rest)
+        for transport.left, now in steps:
+            rest.check(now)
+        assert (transport.aborted, len(sweep) == 1) == (aborted, watched), steps
+        sweep.close()
+    loop.close()
+
+
+@on_both_loops
+async def test_given_a_handler_that_fails_afterwards_then_the_client_gets_no_second_head(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    async with RawUpstream(replies(answer(b"ok"))) as up, Relay(up.port, after=fail) as relay:
+        async with await RawClient.connect(relay.port) as client:
+            client.post()
+            got = await client.answer()
+
+            assert (got.status, got.body) == (200, b"ok") and await client.closed()
+    assert "on purpose" in caplog.text
+
+
+@on_both_loops
+async def test_given_an_early_head_while_uploading_then_the_body_is_given_back_in_the_end() -> None:
+    body = b"x" * (8 << 20)
+
+    async def script(link: Link) -> None:
+        head = await link.read_head()
+        assert head is not None
+        await link.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+        await begun.wait()
+        await link.reader.readexactly(len(body))
+        await link.send(chunk(b"data: 2\n\n") + LAST_CHUNK)
+
+    begun = asyncio.Event()
+    async with RawUpstream(script) as up, Relay(up.port) as relay:
+        async with await RawClient.connect(relay.port) as client:
+            client.post(body)
+            await client.read_until(chunk(b"data: 1\n\n"))
+            begun.set()
+            await client.read_until(LAST_CHUNK)
+
+            ended = await relay.end()
+            assert ended.body is not None and (ended.outcome, ended.body.closed) == ("served", 1)
+
+
 @pytest.mark.parametrize("after", ["keep", "close", "drain"])
 @on_both_loops
 async def test_given_an_answer_before_the_body_was_taken_then_it_passes_and_uploading_stops(
@@ -839,6 +981,8 @@ async def test_given_an_answer_before_the_body_was_taken_then_it_passes_and_uplo
             got = await client.answer()
 
             assert got.status in ((413,) if after != "close" else (413, 502))
+            ended = await relay.end()
+            assert ended.body is not None and ended.body.pieces < 64
             if after != "close":
                 client.post(b"small")
                 assert (await client.answer()).status == 413
@@ -1104,6 +1248,26 @@ async def test_given_the_runtime_ends_an_exchange_then_the_client_is_told_and_th
                 assert (ended.error.reason, ended.error.status) == (reason, status)
                 assert (await client.answer()).status == status
             await up.links[0].ended()
+
+
+@on_both_loops
+async def test_given_the_runtime_ends_an_exchange_that_is_connecting_then_nothing_is_sent() -> None:
+    async def slowly(endpoint: Endpoint) -> UpstreamConnection:
+        connection = await connect(endpoint)
+        break_off = relay.leases[0].on_break
+        assert break_off is not None
+        break_off("drain_timeout")
+        return connection
+
+    async with RawUpstream(replies(answer(b"ok"))) as up, Relay(up.port) as relay:
+        connect = relay.client.connect
+        relay.client.connect = slowly  # type: ignore[method-assign]
+        async with await RawClient.connect(relay.port) as client:
+            client.post()
+            assert (await client.answer()).status == 503
+            assert isinstance((await relay.end()).error, ExchangeBroken)
+            await up.links[0].ended()
+        assert not up.requests
 
 
 # -- many ------------------------------------------------------------------------------------

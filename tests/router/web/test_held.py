@@ -306,3 +306,83 @@ async def test_given_signs_of_life_while_the_member_thinks_then_they_go_on_until
                 seen.set()
 
                 assert (await client.read_until(LAST_CHUNK)).endswith(LAST_CHUNK)
+
+
+@on_both_loops
+async def test_given_an_answer_that_has_begun_then_no_sign_of_life_can_come_between() -> None:
+    async def script(link: Link) -> None:
+        await link.read_request()
+        await link.send(STREAM_HEAD + chunk(b"data: {"))
+        await seen.wait()
+        await link.send(chunk(b"}\n\n") + LAST_CHUNK)
+
+    seen = asyncio.Event()
+    hold = Hold()
+    async with RawUpstream(script) as up:
+        async with Relay(up.port, held=holding(), before=hold) as relay:
+            async with await RawClient.connect(relay.port) as client:
+                client.post()
+                await client.read_until(b"\n\n\r\n")
+                hold.go.release()
+                await client.read_until(chunk(b"data: {"))
+                assert relay.held_stream not in relay.client.sweep._watched
+                seen.set()
+
+                assert await client.read_until(LAST_CHUNK) == chunk(b"}\n\n") + LAST_CHUNK
+
+
+@on_both_loops
+async def test_given_a_short_hold_that_goes_on_then_signs_of_life_come_after_all() -> None:
+    hold = Hold()
+    async with RawUpstream(stream(b"data: 1\n\n")) as up:
+        async with Relay(1, held=holding(after_s=3600), before=hold) as relay:
+            async with await RawClient.connect(relay.port) as client:
+                client.post()
+                await relay.arrived.wait()
+                held = relay.held_stream
+                assert held is not None and held in relay.client.sweep._watched
+                hold.go.release()
+                assert isinstance((await relay.end()).error, ConnectRefused)
+                assert held in relay.client.sweep._watched and not held.started
+                held.check(asyncio.get_running_loop().time() + 3601)
+                await client.read_until(b"\n\n\r\n")
+                relay.port_of_upstream = up.port
+                hold.go.release()
+
+                assert (await client.read_until(LAST_CHUNK)).endswith(LAST_CHUNK)
+
+
+@on_both_loops
+async def test_given_time_passes_then_signs_of_life_keep_their_distance_and_spare_the_slow() -> (
+    None
+):
+    hold = Hold()
+    async with RawUpstream(stream(b"data: 1\n\n")) as up:
+        making = holding(after_s=1000, every_s=100)
+        async with Relay(up.port, held=making, before=hold) as relay:
+            async with await RawClient.connect(relay.port) as client:
+                client.post()
+                await relay.arrived.wait()
+                held = relay.held_stream
+                assert held is not None and relay.request is not None
+                start = held._due
+                lengths = []
+                for now in (-0.1, 0.0, 0.1, 99.9, 100.0, 199.0, 200.0):
+                    held.check(start + now)
+                    lengths.append(held.sink.sent)
+                first, sign = lengths[1], len(chunk(b": keepalive\n\n"))
+                assert lengths == [
+                    0,
+                    first,
+                    first,
+                    first,
+                    first + sign,
+                    first + sign,
+                    first + 2 * sign,
+                ]
+                relay.request.protocol.pause_writing()
+                held.check(start + 300)
+                assert held.sink.sent == lengths[-1]
+                relay.request.protocol.resume_writing()
+                held.check(start + 400)
+                assert held.sink.sent == lengths[-1] + sign
