@@ -669,7 +669,11 @@ class ServedHere(Served):
         self._log_before = logging.getLogger().level, structlog.get_config()
         self._logs = configure_logs("info", "json", self._stream)
         self.router = Router(settings, self._logs)
-        await self.router.start()
+        try:
+            await self.router.start()
+        except BaseException:
+            self._close_log()
+            raise
         listen, admin = self.router.addresses
         self.url, self.admin = f"http://{listen}", f"http://{admin}"
         self.is_up = True

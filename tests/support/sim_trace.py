@@ -100,6 +100,7 @@ class PoolModel:
     requests: dict[Ticket, Request] = field(default_factory=dict)
     held: dict[MemberName, dict[Ticket, Request]] = field(default_factory=dict)
     leases: dict[MemberName, dict[Ticket, Request]] = field(default_factory=dict)
+    """Of the life that is up; `lease_total` counts those of former lives too."""
     lives: dict[MemberName, Life] = field(default_factory=dict)
     ghosts: dict[MemberName, float] = field(default_factory=dict)
     asked: set[MemberName] = field(default_factory=set)
@@ -344,7 +345,7 @@ class PoolModel:
             self.outcomes[end] += 1
 
     def _unlease(self, request: Request) -> None:
-        del self.leases[request.member][request.ticket]
+        self.leases[request.member].pop(request.ticket, None)
         self.lease_total -= 1
 
     def _loaded(self, member: MemberName, epoch: Epoch, parallel: int | None) -> None:
@@ -381,6 +382,7 @@ class PoolModel:
 
     def _lose(self, member: MemberName, life: Life) -> None:
         life.state = "lost"
+        self.leases[member].clear()  # they end in their own time, but they are of no life any more
         life.lost_at = self.t
         life.suspect = False
         self.warm_tokens += 1

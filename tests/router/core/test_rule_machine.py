@@ -140,7 +140,7 @@ class OneSlot(RuleBasedStateMachine):
     @precondition(lambda self: self.model.lease_total)
     @rule(which=st.integers(0, 5), refused=st.sampled_from([False, False, False, True]))
     def end_lease(self, which: int, refused: bool) -> None:
-        out = [ticket for lent in self.model.leases.values() for ticket in lent]
+        out = [r.ticket for r in self.model.requests.values() if r.state == "leased"]
         ticket = out[which % len(out)]
         self.tell(e.DispatchRefused(ticket) if refused else e.Finished(ticket))
 
