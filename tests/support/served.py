@@ -37,7 +37,7 @@ from modelpool_router.core.estimates import Estimates
 from modelpool_router.core.spec import PoolName
 from modelpool_router.runtime.pool import PoolRuntime
 from modelpool_router.runtime.record import PoolRecord, RecordStore
-from modelpool_router.settings import load, verify
+from modelpool_router.settings import Settings, load, verify
 from modelpool_router.telemetry import Logs, configure_logs
 from rawclient import RawClient
 
@@ -668,7 +668,7 @@ class ServedHere(Served):
         self._stream = self.log_path.open("w", encoding="utf-8")
         self._log_before = logging.getLogger().level, structlog.get_config()
         self._logs = configure_logs("info", "json", self._stream)
-        self.router = Router(settings, self._logs)
+        self.router = self.make_router(settings, self._logs)
         try:
             await self.router.start()
         except BaseException:
@@ -677,6 +677,10 @@ class ServedHere(Served):
         listen, admin = self.router.addresses
         self.url, self.admin = f"http://{listen}", f"http://{admin}"
         self.is_up = True
+
+    def make_router(self, settings: Settings, logs: Logs) -> Router:
+        """Return the router to start."""
+        return Router(settings, logs)
 
     async def reload(self) -> bool:
         """Put `config` as it is now into force, as a signal does; return whether it is."""
