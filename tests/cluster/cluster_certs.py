@@ -1,10 +1,10 @@
 """
 Throw-away certificates of one test cluster, made with the ``openssl`` command.
 
-One authority signs everything: the API server's own certificate, every client (the name is the
-subject's CN, the groups its O) and the webhook server of Kueue. All of it lives in one folder that
-nobody else can read, is good for ten years (Kueue renews what ends within 90 days) and is thrown
-away with the cluster.
+One authority signs the API server's own certificate and every client (the name is the subject's
+CN, the groups its O), another the webhook server of Kueue. They live in folders that nobody else
+can read, are good for ten years (Kueue renews what ends within 90 days) and are thrown away with
+the cluster.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ class Pair:
 
 
 class Authority:
-    """The one certificate authority of a cluster, in *folder*."""
+    """A certificate authority called *name*, in *folder*."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "modelpool-test-cluster") -> None:
         self.folder = folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.pair = Pair(folder / "ca.crt", folder / "ca.key")
         if not self.pair.cert.exists():
-            self._key(self.pair.key)
+            _rsa_key(self.pair.key)
             _openssl(
                 "req", "-x509", "-new", "-key", self.pair.key, "-out", self.pair.cert,
-                "-days", _DAYS, "-subj", "/CN=modelpool-test-cluster",
+                "-days", _DAYS, "-subj", f"/CN={name}",
+                # Kueue takes an authority for its own only when this is its name.
+                "-addext", f"subjectAltName=DNS:{name}",
                 "-addext", "basicConstraints=critical,CA:TRUE",
                 "-addext", "keyUsage=critical,digitalSignature,keyCertSign,cRLSign",
             )  # fmt: skip
@@ -65,7 +67,7 @@ class Authority:
         """An RSA key pair for service account tokens; ``cert`` is the bare public key."""
         pair = Pair(self.folder / f"{name}.pub", self.folder / f"{name}.key")
         if not pair.cert.exists():
-            _openssl("genrsa", "-out", pair.key, "2048")
+            _rsa_key(pair.key)
             _openssl("rsa", "-in", pair.key, "-pubout", "-out", pair.cert)
         return pair
 
@@ -122,6 +124,14 @@ def kubeconfig_content(
         "contexts": [{"name": "test", "context": context}],
         "current-context": "test",
     }
+
+
+def _rsa_key(path: Path) -> None:
+    """An RSA key in the old PEM form, the only one that Kueue reads its authority's key from."""
+    _openssl("genrsa", "-out", path, "2048")
+    if "BEGIN RSA" not in path.read_text("utf-8"):
+        _openssl("rsa", "-traditional", "-in", path, "-out", path)
+    path.chmod(0o600)
 
 
 def _escaped(text: str) -> str:

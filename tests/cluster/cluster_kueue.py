@@ -21,6 +21,8 @@ from cluster_kubectl import Kubectl
 
 Object = dict[str, Any]
 
+AUTHORITY = "kueue-ca"
+"""The name that Kueue's own authority must have, else Kueue makes another one."""
 NAMESPACE = "kueue-system"
 _SERVICE = "kueue-webhook-service"
 _SECRET = "kueue-webhook-server-cert"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import harness
+from cluster_kubectl import until
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,7 +43,11 @@ def own(cluster: harness.Cluster) -> harness.OwnCluster:
 
 @pytest.fixture
 def namespace(cluster: harness.Cluster) -> Iterator[str]:
-    """A namespace of the test's own, gone with everything in it before the next test."""
+    """A namespace of the test's own; its Pods are gone before the next test, so the GPU is free."""
     name = cluster.new_namespace()
     yield name
-    cluster.kubectl("delete", "namespace", name, "--wait=true", "--timeout=90s")
+    # A namespace controller begins five seconds late; what holds the GPU should go now.
+    kinds = "deployments,statefulsets,jobs,pods"
+    cluster.kubectl("delete", kinds, "--all", "-n", name, "--wait=false")
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+    until(lambda: not cluster.kubectl.items("pods", "-n", name), f"no Pod is left in {name}", 90)

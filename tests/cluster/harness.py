@@ -175,8 +175,11 @@ class TestNode:
         self.kubelet.stop()
 
     def remove(self) -> None:
-        """End the kubelet and delete the Node object."""
+        """End the kubelet, delete its Pods and the Node object."""
         self.power_off()
+        # Left to itself, the control plane takes a minute to see that they are orphans.
+        chosen = ("-A", f"--field-selector=spec.nodeName={self.name}")
+        self._kubectl("delete", "pods", *chosen, "--force", "--grace-period=0")
         self._kubectl("delete", "node", self.name, "--ignore-not-found")
 
     def container_pids(self) -> list[int]:
@@ -257,10 +260,11 @@ class OwnCluster(Cluster):
             self.programs[name].launch()
         node = self._launch_node("gpu-0", {"nvidia.com/gpu": 1}, {})
         certificates = self.folder / "kueue-certs"
+        kueue_authority = Authority(self.folder / "kueue-pki", cluster_kueue.AUTHORITY)
         cluster_kueue.install(
-            self.kubectl, self.assets / "kueue", self.authority, self._webhook_port
+            self.kubectl, self.assets / "kueue", kueue_authority, self._webhook_port
         )
-        cluster_kueue.place_certificate(self.authority, certificates)
+        cluster_kueue.place_certificate(kueue_authority, certificates)
         cluster_kueue.write_config(
             self.folder / "kueue.json",
             certificates,
@@ -283,8 +287,9 @@ class OwnCluster(Cluster):
     # -- what tests do to it ----------------------------------------------------------------------
 
     def stop_apiserver(self) -> None:
-        """End the API server; everything else goes on without it."""
-        self.programs["kube-apiserver"].stop()
+        """End the API server at once; everything else goes on without it."""
+        # Asked politely it would first wait for watches to end, which they do not.
+        self.programs["kube-apiserver"].kill()
 
     def start_apiserver(self) -> None:
         """Start the API server again at the same address, with the same data."""

@@ -283,7 +283,8 @@ class PodWorker:
             if self._gone_from_api or self._frozen is not None:
                 continue
             status = self._status()
-            if _without_times(status) == _without_times(self._sent):
+            same = _without_times(status) == _without_times(self._sent)
+            if same and rules.stands(status, self._context.pod.get("status") or {}):
                 continue
             try:
                 await self._patch(status)

@@ -210,6 +210,19 @@ def with_times(fresh: list[Object], old: list[Object], now: str) -> list[Object]
     return timed
 
 
+def stands(said: Object, standing: Object) -> bool:
+    """
+    Whether the *standing* status still has the phase and conditions that the kubelet *said*.
+
+    The control plane sets a Pod's Ready to False when its node is silent; a kubelet that is back
+    says its own again.
+    """
+    there = {one["type"]: one["status"] for one in standing.get("conditions") or []}
+    return bool(said["phase"] == standing.get("phase")) and all(
+        there.get(one["type"]) == one["status"] for one in said["conditions"]
+    )
+
+
 def gates_open(spec: Object, standing: Sequence[Object]) -> bool:
     """Whether every readiness gate of the Pod is True in its *standing* conditions."""
     true = {one["type"] for one in standing if one.get("status") == "True"}

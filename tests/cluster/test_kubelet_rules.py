@@ -146,6 +146,17 @@ def test_a_transition_time_moves_only_with_the_status() -> None:
     assert other[0]["lastTransitionTime"] == "now"
 
 
+def test_a_status_stands_until_somebody_else_changes_its_phase_or_a_condition() -> None:
+    said = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+    others = [{"type": "PodScheduled", "status": "True"}]
+
+    assert rules.stands(said, {"phase": "Running", "conditions": said["conditions"] + others})  # type: ignore[operator]
+    assert not rules.stands(said, {"phase": "Failed", "conditions": said["conditions"]})
+    silent = [{"type": "Ready", "status": "False"}]
+    assert not rules.stands(said, {"phase": "Running", "conditions": silent})
+    assert not rules.stands(said, {})
+
+
 def test_mount_paths_are_replaced_at_the_start_of_a_word_only() -> None:
     mounts = {"/etc/app": Path("/x/v"), "/etc/app/deep": Path("/x/w")}
 
