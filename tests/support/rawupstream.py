@@ -186,3 +186,40 @@ LAST_CHUNK = b"0\r\n\r\n"
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
+
+CHUNKED_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+
+
+def replies(*parts: bytes, keep: bool = True) -> Script:
+    """Answer every request with the same bytes; close afterwards unless *keep*."""
+
+    async def script(link: Link) -> None:
+        while await link.read_request() is not None:
+            await link.send(b"".join(parts))
+            if not keep:
+                return
+
+    return script
+
+
+def flood(total: int, *, stream: bool = False) -> Script:
+    """Send *total* bytes as fast as they are taken; close in the end."""
+
+    async def script(link: Link) -> None:
+        if await link.read_request() is None:
+            return
+        piece = b"data: %b\n\n" % (b"x" * 65528)
+        if stream:
+            await link.send(STREAM_HEAD)
+        else:
+            await link.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % total)
+        for _ in range(total // len(piece)):
+            if link.writer.is_closing():
+                return
+            await link.send(chunk(piece) if stream else piece)
+        if stream:
+            await link.send(LAST_CHUNK)
+
+    return script
