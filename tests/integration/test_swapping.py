@@ -10,7 +10,7 @@ import pytest
 
 from modelpool_router.core.events import Idleness
 from modelpool_router.core.spec import MemberName
-from served import all_of, member, pool, served, served_here
+from served import all_of, member, pool, served_here
 
 
 @pytest.mark.parametrize("max_turn", ["0s", "60s"])
@@ -34,7 +34,7 @@ async def test_a_stream_ends_by_itself_before_its_member_leaves(
 
 
 async def test_an_answer_in_one_piece_ends_before_its_member_leaves(tmp_path: Path) -> None:
-    async with served(tmp_path, pool(member("alpha"), member("beta"), maxTurn="0s")) as router:
+    async with served_here(tmp_path, pool(member("alpha"), member("beta"), maxTurn="0s")) as router:
         began = time.monotonic()
         slow = router.begin(router.answered("alpha", x_delay_ms=3000))
         await router.wait_for(lambda v: v["in_flight"] == 1, "alpha at work")
