@@ -215,6 +215,7 @@ class Dispatcher:
             family=job.dialect,
             keepalive_stream=held,
             close=job.request.must_close,
+            on_cancelled=record.forwarded,
         )
 
     async def _from_upstream(self, job: Job) -> web.StreamResponse:
@@ -240,6 +241,7 @@ class Dispatcher:
                 credential=target.credential,
                 may_be_loading=False,
                 close=job.request.must_close,
+                on_cancelled=job.record.forwarded,
             )
         except ExchangeError as error:
             raise failure(error) from error

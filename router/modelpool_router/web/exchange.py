@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol
 
 from ..core.headers import AnswerHead, ExchangeIds, Framing, answer_head
@@ -169,6 +169,12 @@ class Exchange:
     def tell(self, error: ExchangeError) -> Forwarded:
         """Put what `run` raised into the stream that was open before it (`HeldStream`)."""
         return self._broken_off(error)
+
+    def so_far(self) -> Forwarded:
+        """Describe what the client has seen, for the account of one that left meanwhile."""
+        status = self._head.status if self._head is not None and self._relaying else 0
+        result = self._result("client_gone", "client_gone", keep_alive=False, reset=False)
+        return replace(result, status=status)
 
     def break_off(self, reason: str) -> None:
         """End it with an explicit error to the client (`LeaseLike.on_break`)."""

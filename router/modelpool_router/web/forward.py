@@ -8,6 +8,7 @@ the framing of chunks.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from aiohttp import web
 
@@ -40,6 +41,7 @@ async def forward(
     credential: Field | None = None,
     may_be_loading: bool = True,
     close: bool = False,
+    on_cancelled: Callable[[Forwarded], None] | None = None,
 ) -> Forwarded:
     """
     Dispatch *request* to *endpoint* and relay the answer.
@@ -55,6 +57,7 @@ async def forward(
         may_be_loading: Whether a 503 "Loading model" means "hold it again" (members) or is an
             answer like any other (static upstreams).
         close: Tell the client that this is the last answer on its connection (draining).
+        on_cancelled: Told what the client had seen when the caller is cancelled.
 
     Returns:
         How it ended. An answer was written, whole or cut off, or the client is gone. Losing the
@@ -111,6 +114,10 @@ async def forward(
         if held is None or not held.started:
             raise
         result = exchange.tell(error)
+    except asyncio.CancelledError:
+        if on_cancelled is not None:
+            on_cancelled(exchange.so_far())
+        raise
     finally:
         lease.on_break = None
         client.sweep.discard(exchange)
