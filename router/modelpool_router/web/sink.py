@@ -1,7 +1,7 @@
 """
 The client's side of an answer: bytes straight to the transport below aiohttp.
 
-All use of aiohttp's private surface on this path is here (`_when_writable`, `output_size`).
+All use of aiohttp's private surface on this path is here (`_drain_waiter`, `output_size`).
 aiohttp goes on owning the connection: its handler gets a `PipedResponse`, which has been written
 already, and decides with its ``keep_alive`` whether the next request is read.
 """
