@@ -4,6 +4,7 @@ Words that are spelled alike in objects, events, roles and code: change one here
 
 from __future__ import annotations
 
+import hashlib
 from enum import StrEnum
 
 GROUP = "modelpool.dev"
@@ -59,6 +60,26 @@ RANK_ENV = (LEADER_ADDRESS_ENV, REPLICA_SIZE_ENV, MEMBER_INDEX_ENV)
 def lease_name(pool: str) -> str:
     """Return the name of the Lease that says who may move the slot of *pool*."""
     return f"modelpool-{pool}"
+
+
+def group_prefix(namespace: str, deployment: str) -> str:
+    """
+    Return how the names of all pod groups of a ModelDeployment begin, and of nobody else's.
+
+    Kueue names a Workload like its group and copies no label of ours, so a Workload without
+    Pods can be found by this alone.
+    """
+    return f"mdep-{_digest(namespace, deployment)}-"
+
+
+def group_name(namespace: str, deployment: str, role: str, ordinal: int) -> str:
+    """Return the name of the pod group of one replica; also that of its Workload."""
+    return f"{group_prefix(namespace, deployment)}{_digest(role, str(ordinal))}"
+
+
+def _digest(*parts: str) -> str:
+    # A slash is in no name of Kubernetes, so no two lists of parts are joined to the same text.
+    return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
 
 
 class ConditionType(StrEnum):

@@ -580,6 +580,7 @@ class _Fault:
     error: errors.KubeError | None = None
     applied: bool = False
     late: bool = False
+    hangs: bool = False
     twice: bool = False
     stale_version: int | None = None
     seen: int = 0
@@ -605,6 +606,8 @@ class MemPort:
         self.dead = False
         self.paused: asyncio.Event | None = None
         """While set to an unset event, requests wait before they are sent."""
+        self.answers_paused: asyncio.Event | None = None
+        """While set to an unset event, answers of what was done wait on their way back."""
         self.watch_filter: WatchFilter = lambda event: (event,)
         """What becomes of each event on its way: dropped, repeated, kept back."""
         self.read_version: int | None = None
@@ -626,6 +629,10 @@ class MemPort:
     def delay(self, **which: Any) -> None:
         """Give no answer now; the write arrives when `land` is called."""
         self._add(_Fault(_any, 1, 1, late=True, error=_lost()), which)
+
+    def hang(self, **which: Any) -> None:
+        """Never answer; the request never arrives either."""
+        self._add(_Fault(_any, 1, 1, hangs=True), which)
 
     def repeat(self, **which: Any) -> None:
         """Deliver the write twice, as a proxy that tries again does."""
@@ -855,6 +862,8 @@ class MemPort:
         fault = hits[0] if hits else None
         if self.cluster.down:
             raise errors.Unavailable("connection refused", call=str(request))
+        if fault is not None and fault.hangs:
+            await asyncio.get_running_loop().create_future()
         if fault is not None and fault.late:
             self._late.append((request, lambda: act(None)))
             raise _lost_read(fault, request)
@@ -880,6 +889,8 @@ class MemPort:
             self.dead = True
             raise Killed(self.name)
         await asyncio.sleep(0)  # and back
+        if self.answers_paused is not None:
+            await self.answers_paused.wait()
         self.dead = self.dead or mode is Mode.AFTER
         return result
 
