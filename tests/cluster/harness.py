@@ -209,7 +209,6 @@ class OwnCluster(Cluster):
         )
         self._webhook_port = webhook
         self.nodes: dict[str, TestNode] = {}
-        self._networks = iter(range(65, 128))
         self._tls = ssl.create_default_context(cafile=str(self.authority.pair.cert))
         # The scheduler and the controller manager make their own certificates, for health alone.
         self._unverified = ssl.create_default_context()
@@ -348,7 +347,6 @@ class OwnCluster(Cluster):
             f"--kubeconfig={kubeconfig}",
             f"--name={name}",
             f"--folder={folder}",
-            f"--network=127.{next(self._networks)}",
             f"--certificate={server.cert}",
             f"--key={server.key}",
             f"--client-ca={self.authority.pair.cert}",

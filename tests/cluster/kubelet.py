@@ -125,7 +125,6 @@ def parse(argv: Sequence[str] | None = None) -> NodeOptions:
     parser.add_argument("--kubeconfig", type=Path, required=True)
     parser.add_argument("--name", required=True, help="name of the Node")
     parser.add_argument("--folder", type=Path, required=True, help="state, logs and volumes of it")
-    parser.add_argument("--network", default="127.65", help="first two numbers of Pod addresses")
     parser.add_argument("--resource", action="append", default=[], metavar="NAME=COUNT")
     parser.add_argument("--label", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument(
@@ -145,7 +144,6 @@ def parse(argv: Sequence[str] | None = None) -> NodeOptions:
         name=given.name,
         folder=given.folder,
         kubeconfig=given.kubeconfig,
-        network=given.network,
         resources={name: int(count) for name, count in _pairs(given.resource)},
         labels=dict(_pairs(given.label)),
         images={name: json.loads(words) for name, words in _pairs(given.image)},

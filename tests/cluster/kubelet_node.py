@@ -8,6 +8,7 @@ import asyncio
 import base64
 import json
 import os
+import socket
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ Object = dict[str, Any]
 ACCOUNT_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
 NODE_MARK = "MODELPOOL_TEST_NODE"
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+_CLAIM_PORT = 10250
 _HEARTBEAT_S = 2.0
 _STATUS_EVERY = 5  # heartbeats
 
@@ -34,6 +36,23 @@ def wall_time() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def claim_network() -> tuple[str, socket.socket]:
+    """
+    The first two numbers of addresses that no other test node on this machine uses.
+
+    They are ours for as long as the returned socket is open, whichever way we end.
+    """
+    for second in range(65, 128):
+        claim = socket.socket()
+        try:
+            claim.bind((f"127.{second}.255.254", _CLAIM_PORT))
+        except OSError:
+            claim.close()
+            continue
+        return f"127.{second}", claim
+    raise RuntimeError("every network of 127.65 to 127.127 is in use by another test node")
+
+
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
     """How a test node is set up; the command line of ``kubelet.py``."""
@@ -41,8 +60,6 @@ class NodeOptions:
     name: str
     folder: Path
     kubeconfig: Path
-    network: str = "127.65"
-    """First two numbers of the addresses that its Pods get."""
     resources: Mapping[str, int] = field(default_factory=lambda: {"nvidia.com/gpu": 1})
     labels: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -70,6 +87,7 @@ class Node:
         self.backoff_s = options.backoff_s
         self.backoff_cap_s = options.backoff_cap_s
         self.logs_port = 0
+        self._network, self._claim = claim_network()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # -- services to Pods -----------------------------------------------------------------------
@@ -85,7 +103,7 @@ class Node:
         path = self.folder / "addresses"
         number = int(path.read_text("utf-8")) + 1 if path.exists() else 1
         path.write_text(str(number), "utf-8")
-        return f"{self.options.network}.{number // 250 % 250}.{number % 250 + 1}"
+        return f"{self._network}.{number // 250 % 250}.{number % 250 + 1}"
 
     def pod_environ(self, uid: str, devices: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """The environment that every container of a Pod starts from."""
@@ -184,7 +202,8 @@ class Node:
             await asyncio.sleep(_HEARTBEAT_S if beat else 0.5)
 
     async def close(self) -> None:
-        """Cancel background work."""
+        """Cancel background work and give up the addresses."""
+        self._claim.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
