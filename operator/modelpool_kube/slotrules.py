@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 from modelpool_api.names import (
@@ -179,7 +178,7 @@ class Facts:
     replica_sets: tuple[Json, ...] = ()
     pods: tuple[Json, ...] = ()
     workloads: tuple[Json, ...] = ()
-    nodes: Mapping[str, Json | None] = field(default_factory=lambda: MappingProxyType({}))
+    nodes: Mapping[str, Json | None] = field(default_factory=dict)
     """Nodes that somebody looked at because Pods on them do not end; None = deleted."""
     forgotten: frozenset[str] = frozenset()
     """UIDs of Pods that a person declared gone."""

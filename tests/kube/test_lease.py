@@ -269,15 +269,14 @@ async def test_a_late_answer_does_not_bring_a_lost_lease_back(cluster: MemCluste
     async with running(mine, release=False):
         await until(lambda: mine.is_held)
         await mine.write(at_epoch(1))
-        port.answers_paused = asyncio.Event()
+        port.answers_paused = held_up = asyncio.Event()
         before = len(cluster.writes)
         await until(lambda: len(cluster.writes) > before)
+        port.answers_paused = None
         cluster.edit(LEASES, "lab", SLOT.lease, {"spec": {"holderIdentity": "two"}})
-        confirming = asyncio.get_running_loop().create_task(mine.confirm(1))
-        await asyncio.sleep(0.1)
-        port.answers_paused.set()
         with pytest.raises(LeaseLost):
-            await confirming
+            await mine.confirm(1)
+        held_up.set()
         for _ in range(100):
             assert not mine.is_held
             await asyncio.sleep(0.01)

@@ -442,6 +442,10 @@ class Kubelet(Part):
         self._broken: set[str] = set()
         self._count = 0
 
+    def step(self, *, look: bool = True) -> bool:
+        """Make a step; it knows its own containers, so it lags only by standing still."""
+        return super().step(look=True)
+
     def _act(self) -> bool:
         return any(self._sync(pod) for pod in self.seen(PODS))
 
