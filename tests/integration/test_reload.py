@@ -169,8 +169,10 @@ async def test_a_pool_that_another_router_runs_refuses_the_whole_reload(tmp_path
             state = await router.state()
             assert [view["name"] for view in state["pools"]] == ["gpu0"]
             assert (await router.pool())["swap_budget_s"] == 20
+            assert router.router.settings.pool("gpu0").swap_budget_s == 20
             assert (await router.chat("beta")).status == 404
         finally:
             lock.release()
         assert await router.reload()
+        assert (await router.wait_for_log("configuration reloaded"))["changed"] is True
         await all_of(router.answered("beta"), router.answered("gamma"), router.answered("alpha"))

@@ -13,11 +13,12 @@ from modelpool_router.core.spec import MemberName
 from served import all_of, member, pool, served_here
 
 
-@pytest.mark.parametrize("max_turn", ["0s", "60s"])
+@pytest.mark.parametrize(("max_turn", "profile"), [("0s", "generic"), ("60s", "llama-server")])
 async def test_a_stream_ends_by_itself_before_its_member_leaves(
-    tmp_path: Path, max_turn: str
+    tmp_path: Path, max_turn: str, profile: str
 ) -> None:
-    members = (member("alpha"), member("beta"))
+    """By the router's own count of leases alone (generic), and with an engine that is asked."""
+    members = (member("alpha", keys={"profile": profile}), member("beta"))
     async with served_here(tmp_path, pool(*members, maxTurn=max_turn)) as router:
         async with router.stream("alpha", x_chunks=20, x_gap_ms=25) as stream:
             await stream.tokens(3)
@@ -89,13 +90,14 @@ async def test_a_late_idle_answer_unloads_nobody(
 ) -> None:
     """The engine says idle, but somebody was let in since it was asked."""
     members = (member("alpha"), member("beta"))
-    async with served_here(tmp_path, pool(*members)) as router:
+    async with served_here(tmp_path, pool(*members, maxTurn="0s")) as router:
         await router.answered("alpha")
         driver = router.runtime().driver
         asked, answer = asyncio.Event(), asyncio.Event()
-        ask = driver.idle
+        ask, asked_for = driver.idle, []
 
         async def slow_idle(name: MemberName) -> Idleness:
+            asked_for.append(name)
             verdict = await ask(name)
             if not asked.is_set():
                 asked.set()
@@ -110,12 +112,13 @@ async def test_a_late_idle_answer_unloads_nobody(
         async with router.stream("alpha", x_chunks=20, x_gap_ms=20) as stream:
             await stream.tokens(1)
             again = router.begin(router.answered("beta"))
-            await router.until_held("beta")
+            await router.wait_for(lambda v: v["admission"] == "closed", "closed once more")
             answer.set()
             await stream.rest()
         assert (len(stream.texts), stream.is_complete) == (20, True)
         await again
         assert router.starts("alpha") == 1
+        assert asked_for == ["alpha", "alpha"]  # what was said before says nothing about now
 
 
 async def test_an_emptied_pool_stays_empty_until_somebody_asks(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ from rawclient import RawClient
 
 CANARY = "canary-6f1d2c"
 """Part of every prompt and key that is sent; must be in no log of the router."""
+TEST_S = 90.0
+"""How long a whole test may take: one that waits for what never comes must fail."""
 LIMIT_S = 20.0
 """How long one step may take before the test counts as stuck."""
 
@@ -787,9 +789,10 @@ async def _ending(router: ServedProcess | ServedHere) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(router.clean_up)
         stack.push_async_callback(router.cancel_tasks)
-        yield
-        await router.cancel_tasks()
-        await router.finish()
+        async with asyncio.timeout(TEST_S):
+            yield
+            await router.cancel_tasks()
+            await router.finish()
 
 
 def _session() -> aiohttp.ClientSession:
