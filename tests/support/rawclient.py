@@ -80,6 +80,11 @@ class RawClient:
         assert self._socket is not None
         return self._socket
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is connected, as far as our side is concerned."""
+        return self._socket is not None
+
     def close(self) -> None:
         """Close the connection. Idempotent."""
         if self._socket is not None:

@@ -55,11 +55,29 @@ class Life:
         """End now, as a process that is killed: the port refuses, connections are reset."""
         if not self.is_over:
             self.is_over = True
-            self.upstream.close()
+            self._stop_accepting()
             for link in self.upstream.links:
                 if not link.over.is_set():
                     link.reset()
             self._driver.die(self.member)
+
+    async def end(self) -> None:
+        """Close the port and every connection."""
+        self.is_over = True
+        self._stop_accepting()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await self.upstream.stop()
+        assert not self.upstream.failures, self.upstream.failures
+
+    def _stop_accepting(self) -> None:
+        # asyncio loses a connection that is being accepted while its server is closed: its socket
+        # stays open until the garbage collector complains. So stop first, close two turns later.
+        loop = asyncio.get_running_loop()
+        server = self.upstream._server
+        for listening in server.sockets if server is not None else ():
+            loop.remove_reader(listening.fileno())
+        loop.call_soon(loop.call_soon, self.upstream.close)
 
 
 class SocketDriver(FakeDriver):
@@ -96,9 +114,7 @@ class SocketDriver(FakeDriver):
     async def _end(self, member: MemberName) -> None:
         life = self.lives.pop(member, None)
         if life is not None:
-            life.is_over = True
-            await life.upstream.stop()
-            assert not life.upstream.failures, life.upstream.failures
+            await life.end()
 
 
 class ScriptedRouter(Router):
