@@ -19,10 +19,11 @@ from pathlib import Path
 import pytest
 
 from modelpool_router.core import scheduler
+from modelpool_router.core.spec import MemberName
 from rawclient import BadAnswer, RawClient
 from rawupstream import LAST_CHUNK, STREAM_HEAD, Link, SeenRequest, answer, chunk
 from scripted import Life, ServedScripted, scripted, scripted_pool
-from served import all_of
+from served import Json, all_of
 
 MEMBERS = ("alpha", "beta", "gamma")
 CLIENTS, EACH = 8, 1250
@@ -220,7 +221,7 @@ async def test_pools_do_not_influence_each_other(tmp_path: Path) -> None:
         storm = router.driver("wild")
         for behaviour in storm.behaviours.values():
             behaviour.load_s = 0.002
-        ask = {"ms": 1.0, "crash": False, "stream": False}
+        ask: Json = {"ms": 1.0, "crash": False, "stream": False}
         await router.answered("calm", **ask)
 
         calmed = False
@@ -247,7 +248,7 @@ async def test_pools_do_not_influence_each_other(tmp_path: Path) -> None:
 
         resident = (await router.pool("wild"))["resident"]
         other = "wild" if resident == "wilder" else "wilder"
-        storm.behaviours[storm_name(other)].load_hangs = True
+        storm.behaviours[MemberName(other)].load_hangs = True
         stuck = [router.begin(router.chat(other, **ask)) for _ in range(100)]
         await router.until_held(other, 100, name="wild")
         await many(50)
@@ -255,8 +256,3 @@ async def test_pools_do_not_influence_each_other(tmp_path: Path) -> None:
         for stuck_one in stuck:
             stuck_one.cancel()
         await asyncio.gather(*stuck, return_exceptions=True)
-
-
-def storm_name(name: str) -> scheduler.MemberName:
-    """Return a member's name as the driver knows it."""
-    return scheduler.MemberName(name)
