@@ -27,7 +27,7 @@ async def test_the_budget_ends_the_hold_and_the_load_goes_on(tmp_path: Path) -> 
         assert "x-should-retry" not in refused.headers
         assert "alpha is loading" in refused.message
         await router.until_resident("alpha")
-        assert (await router.answered("alpha")).held_ms < 250
+        assert (await router.answered("alpha")).held_ms < 1000
         assert router.starts("alpha") == 1
         assert await router.metric("modelpool_budget_exceeded_total", member="alpha") == 1
 
@@ -56,12 +56,12 @@ async def test_no_budget_refuses_at_once_and_leaves_demand(tmp_path: Path) -> No
 
 
 async def test_short_patience_is_answered_in_time(tmp_path: Path) -> None:
-    members = (member("alpha", load=1.6, keys={"expectedLoad": "2s"}), member("beta"))
+    members = (member("alpha", load=2.2, keys={"expectedLoad": "3s"}), member("beta"))
     async with served_here(tmp_path, pool(*members)) as router:
-        headers = {"x-stainless-read-timeout": "1"}
+        headers = {"x-stainless-read-timeout": "2"}
         refused = await router.chat("alpha", headers=headers)
         assert (refused.status, refused.code) == (503, "swap_budget_exceeded")
-        assert 900 <= await held_ms(router, refused.headers["x-request-id"]) < 1000
+        assert 1800 <= await held_ms(router, refused.headers["x-request-id"]) < 2000
         # odd announcements do not count
         odd = {"x-stainless-read-timeout": "0.1", "x-stainless-timeout": "nan"}
         await router.answered("alpha", headers=odd)

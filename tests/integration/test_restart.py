@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fakemembers import carrying, is_alive
-from served import ServedProcess, member, pool, served
+from served import ServedProcess, member, pool, serve_and_fail, served, served_here
 
 Step = Callable[[ServedProcess], Awaitable[None]]
 
@@ -98,11 +99,11 @@ async def test_what_was_learnt_and_emptied_is_remembered(tmp_path: Path) -> None
 
 
 async def test_a_second_router_is_kept_off(tmp_path: Path) -> None:
-    async with served(tmp_path, pool(member("alpha"))) as router:
+    async with served_here(tmp_path, pool(member("alpha"))) as router:
         await router.answered("alpha")
-        code, errors = await router.serve_again()
+        code, errors = await serve_and_fail(router.config_path)
         assert code == 1
-        assert f"pool 'gpu0' is run by process {router.pid} already" in errors
+        assert f"pool 'gpu0' is run by process {os.getpid()} already" in errors
         assert "another stateDir" in errors
         # and the first one, with its member, did not notice
         assert (await router.answered("alpha")).held_ms < 1000

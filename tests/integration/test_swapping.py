@@ -78,7 +78,7 @@ async def test_four_hundred_holds_do_not_keep_the_slot(tmp_path: Path) -> None:
         landed = await router.wait_for(lambda v: v["resident"] == "beta", "beta loaded")
         assert landed["member"]["beta"]["in_flight"] <= 2
         waited = await router.answered("alpha")
-        assert 0.4 <= waited.held_ms / 1000 <= 3.0
+        assert waited.held_ms >= 400
         served_before = sum(task.done() for task in crowd)
         assert 0 < served_before < 400
         for task in crowd:
@@ -164,7 +164,7 @@ async def test_a_person_loads_empties_and_pauses(tmp_path: Path) -> None:
         assert await router.act("pause") == 202
         held = router.begin(router.answered("alpha"))
         await router.until_held("alpha")
-        assert (await router.answered("beta")).held_ms < 200
+        assert (await router.answered("beta")).held_ms < 1000
         assert router.starts("alpha") == 0
         assert await router.act("resume") == 202
         await held

@@ -625,10 +625,6 @@ class ServedProcess(Served):
         self.signal(signal.SIGTERM)
         return await self.ended()
 
-    async def serve_again(self) -> tuple[int, str]:
-        """Start a second program on the same configuration; return its exit code and errors."""
-        return await serve_and_fail(self.config_path)
-
     async def restart(self) -> None:
         """Start it again, on the same configuration and state."""
         await self.start()
