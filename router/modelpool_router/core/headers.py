@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from urllib.parse import quote
+
+import msgspec
 
 Field = tuple[bytes, bytes]
 """One header line: name as it was spelled, value without surrounding blanks."""
@@ -21,6 +22,7 @@ Field = tuple[bytes, bytes]
 MAX_HEAD_BYTES = 64 * 1024
 """Head of an upstream answer; engines send a few hundred bytes, so more is a fault or an attack."""
 MAX_HEAD_FIELDS = 200
+MAX_STATUS_LINE = 1024
 
 # What a member gets to see of a client's head. Not on the list, with the reason:
 # - authorization, x-api-key, cookie: secrets meant for us;
@@ -81,15 +83,13 @@ _is_text = re.compile(_TEXT).fullmatch
 _is_target = re.compile(rb"/[\x21\x22\x24-\x7e]*+").fullmatch
 _is_digits = re.compile(rb"[0-9]{1,18}").fullmatch
 _status_line = re.compile(
-    rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*+))?+\r\n"
-).match
+    rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*+))?+"
+).fullmatch
 # Possessive quantifiers: one pass over the bytes, whatever they are.
-_is_fields = re.compile(rb"(?:" + _TOKEN + rb":" + _TEXT + rb"\r\n)*+\r\n").fullmatch
-_find_fields = re.compile(rb"(" + _TOKEN + rb"):[ \t]*+(" + _TEXT + rb")\r\n").findall
+_field = re.compile(rb"(" + _TOKEN + rb"):[ \t]*+(" + _TEXT + rb")").fullmatch
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeIds:
+class ExchangeIds(msgspec.Struct, frozen=True):
     """What both sides of one exchange are told of it besides its content."""
 
     request_id: str
@@ -111,8 +111,7 @@ class Framing(Enum):
     UNTIL_CLOSE = "until_close"
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
+class AnswerHead(msgspec.Struct, frozen=True):
     """Head of an upstream answer, checked."""
 
     status: int
@@ -155,28 +154,28 @@ def request_head(
     Raises:
         ValueError: *method*, *target* or *credential* would break out of its line.
     """
-    raw_method, raw_target = method.encode("ascii"), target.encode("ascii")
-    if not _is_token(raw_method) or not _is_target(raw_target):
-        raise ValueError("not a request line")
-    parts = [b"%b %b HTTP/1.1\r\nHost: %b\r\n" % (raw_method, raw_target, authority)]
+    parts = [_request_line(method, target, authority)]
     nominated: frozenset[bytes] = frozenset()
-    kept: list[tuple[bytes, bytes, bytes]] = []
+    kept: list[tuple[bytes, bytes]] = []
     for name, value in client_fields:
         low = name.lower()
         if low in _ALLOWED:
-            kept.append((low, name, value))
+            short = len(value) <= _MEMO_BYTES
+            line = _known_client_line(name, value) if short else _client_line(name, value)
+            if line:
+                kept.append((low, line))
         elif low == b"connection":
             nominated |= _tokens(value)
     seen: set[bytes] = set()
-    for low, name, value in kept:
+    for low, line in kept:
         # Of what may be there once the first counts: the front read that one, and a member must
         # not read another.
-        if low in nominated or (low in seen and low in _ALLOWED_ONCE) or not _is_text(value):
+        if low in nominated or (low in seen and low in _ALLOWED_ONCE):
             continue
         if plain_answer and low == b"accept-encoding":
             continue
         seen.add(low)
-        parts.append(b"%b: %b\r\n" % (name, value))
+        parts.append(line)
     if plain_answer:
         parts.append(b"Accept-Encoding: identity\r\n")
     if credential is not None:
@@ -188,6 +187,25 @@ def request_head(
         parts.append(b"Content-Length: %d\r\n" % body_size)
     parts.append(b"\r\n")
     return b"".join(parts)
+
+
+@lru_cache(maxsize=256)
+def _request_line(method: str, target: str, authority: bytes) -> bytes:
+    raw_method, raw_target = method.encode("ascii"), target.encode("ascii")
+    if not _is_token(raw_method) or not _is_target(raw_target):
+        raise ValueError("not a request line")
+    return b"%b %b HTTP/1.1\r\nHost: %b\r\n" % (raw_method, raw_target, authority)
+
+
+def _client_line(name: bytes, value: bytes) -> bytes:
+    """Return an allowed field as a member gets it; empty if it does not fit into a line."""
+    return b"%b: %b\r\n" % (name, value) if _is_text(value) else b""
+
+
+# Clients and engines say the same lines again and again. Only short ones are remembered, so that
+# nobody fills the memory with long ones; what is secret is dropped before it could be.
+_MEMO_BYTES = 128
+_known_client_line = lru_cache(maxsize=1024)(_client_line)
 
 
 @lru_cache(maxsize=256)
@@ -210,38 +228,34 @@ def parse_answer_head(raw: bytes, *, method: str) -> AnswerHead:
     Raises:
         BadHead: with a sentence for people that contains nothing of the head.
     """
-    first = _status_line(raw)
-    if first is None:
-        raise BadHead("the status line is malformed")
-    if _is_fields(raw, first.end()) is None:
-        raise BadHead("a header line is malformed")
-    pairs: list[Field] = _find_fields(raw, first.end())
-    if len(pairs) > MAX_HEAD_FIELDS:
+    lines = raw.split(b"\r\n")
+    status, minor, reason = _known_status(lines[0])
+    if len(lines) > MAX_HEAD_FIELDS + 3:
         raise BadHead("there are too many header lines")
-    status = int(first[2])
     fields: list[Field] = []
     nominated: frozenset[bytes] = frozenset()
     length: int | None = None
     chunked = event_stream = encoded = False
-    for name, value in pairs:
-        low = name.lower()
-        if low == b"content-length":
-            value = value.rstrip(b" \t")
+    for line in lines[1:-2]:  # what follows the last line and the blank one is empty
+        field, role, value = _known_line(line) if len(line) <= _MEMO_BYTES else _answer_line(line)
+        if role == _PASSED:
+            fields.append(field)
+        elif role == _LENGTH:
             if length is not None or not _is_digits(value):
                 raise BadHead("Content-Length is not one number")
             length = int(value)
-        elif low == b"transfer-encoding":
-            if chunked or value.rstrip(b" \t").lower() != b"chunked" or first[1] == b"0":
+        elif role == _TYPE:
+            fields.append(field)
+            event_stream = value == b"text/event-stream"
+        elif role == _CODING:
+            fields.append(field)
+            encoded = value not in (b"", b"identity")
+        elif role == _FRAMING:
+            if chunked or value != b"chunked" or minor == b"0":
                 raise BadHead("Transfer-Encoding is not plain chunked")
             chunked = True
-        elif low == b"connection":
+        elif role == _CONNECTION:
             nominated |= _tokens(value)
-        elif low not in _DROPPED and not low.startswith(_DROPPED_PREFIXES):
-            fields.append((name, value))
-            if low == b"content-type":
-                event_stream = value[:17].lower() == b"text/event-stream"
-            elif low == b"content-encoding":
-                encoded = value.lower() not in (b"", b"identity")
     if chunked and length is not None:
         raise BadHead("it has both Content-Length and Transfer-Encoding")
     if nominated:
@@ -260,16 +274,73 @@ def parse_answer_head(raw: bytes, *, method: str) -> AnswerHead:
         framing = Framing.UNTIL_CLOSE
     return AnswerHead(
         status=status,
-        reason=first[3] or b"",
+        reason=reason,
         fields=fields,
         framing=framing,
         length=length,
         keep_alive=(
-            first[1] == b"1" and b"close" not in nominated and framing is not Framing.UNTIL_CLOSE
+            minor == b"1" and b"close" not in nominated and framing is not Framing.UNTIL_CLOSE
         ),
         event_stream=event_stream,
         encoded=encoded,
     )
+
+
+# What a line of an answer's head is for. Plain numbers: looked at for every line of every answer.
+_PASSED, _DROPPED_LINE, _LENGTH, _FRAMING, _CONNECTION, _TYPE, _CODING = range(7)
+
+_ROLES = {
+    b"content-length": _LENGTH,
+    b"transfer-encoding": _FRAMING,
+    b"connection": _CONNECTION,
+    b"content-type": _TYPE,
+    b"content-encoding": _CODING,
+}
+
+
+def _answer_line(line: bytes) -> tuple[Field, int, bytes]:
+    """Return a line of an answer's head, its role, and its value as far as the role needs it."""
+    found = _field(line)
+    if found is None:
+        raise BadHead("a header line is malformed")
+    name, value = field = found[1], found[2]
+    low = name.lower()
+    role = _ROLES.get(low, _PASSED)
+    if role == _PASSED and (low in _DROPPED or low.startswith(_DROPPED_PREFIXES)):
+        role = _DROPPED_LINE
+    elif role == _TYPE:
+        value = value[:17].lower()
+    elif role == _CODING:
+        value = value.lower()
+    elif role == _LENGTH:
+        value = value.rstrip(b" \t")
+    elif role == _FRAMING:
+        value = value.rstrip(b" \t").lower()
+    return field, role, value
+
+
+_known_line = lru_cache(maxsize=1024)(_answer_line)
+
+
+@lru_cache(maxsize=256)
+def _known_status(line: bytes) -> tuple[int, bytes, bytes]:
+    """Return status, minor version and reason of a status line."""
+    found = _status_line(line) if len(line) <= MAX_STATUS_LINE else None
+    if found is None:
+        raise BadHead("the status line is malformed")
+    return int(found[2]), found[1], found[3] or b""
+
+
+@lru_cache(maxsize=1024)
+def _written(name: bytes, value: bytes) -> bytes:
+    return b"%b: %b\r\n" % (name, value)
+
+
+def _line(field: Field) -> bytes:
+    name, value = field
+    if len(name) + len(value) <= _MEMO_BYTES:
+        return _written(name, value)
+    return b"%b: %b\r\n" % field
 
 
 def answer_head(
@@ -293,10 +364,10 @@ def answer_head(
     parts = [b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason)]
     if head.event_stream:
         # nginx and others hold an event stream back unless they are told not to
-        parts += [b"%b: %b\r\n" % f for f in head.fields if f[0].lower() != b"cache-control"]
+        parts += [_line(f) for f in head.fields if f[0].lower() != b"cache-control"]
         parts.append(b"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n")
     else:
-        parts += [b"%b: %b\r\n" % field for field in head.fields]
+        parts += map(_line, head.fields)
     request_id = header_text(ids.request_id)
     parts.append(
         b"x-request-id: %b\r\nrequest-id: %b\r\nx-modelpool-member: %b\r\n"

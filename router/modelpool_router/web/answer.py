@@ -1,8 +1,8 @@
 """
 Reads one HTTP/1.1 answer from a stream of bytes, strictly, without touching the bytes.
 
-Sans-I/O: `web.upstream` feeds it what a socket brought. httptools checks heads and finds its way
-through chunked bodies; bodies with a length are counted; the rest end with the connection.
+Sans-I/O: `web.upstream` feeds it what a socket brought. httptools finds its way through chunked
+bodies; bodies with a length are counted; the rest end with the connection.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AnswerReader:
         self._buffer = b""
         self._interim = 0
         self._left = 0
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: httptools.HttpResponseParser | None = None
         self._between_chunks = True
         self._in_chunk = False
         self._last_byte = b""
@@ -77,7 +77,7 @@ class AnswerReader:
 
     def close(self) -> None:
         """Break the cycle with the parser, so that no garbage collection is needed."""
-        del self._parser
+        self._parser = None
 
     # -- called by the parser ------------------------------------------------------------
 
@@ -111,14 +111,14 @@ class AnswerReader:
             head = parse_answer_head(raw, method=self._method)
             if head.status == 101:
                 raise BadHead("it switches protocols, which nobody asked for")
-            self._parser.feed_data(raw)
             if head.status >= 200:
                 break
             self._interim += 1
             if self._interim > MAX_INTERIM_ANSWERS:
                 raise BadHead(f"over {MAX_INTERIM_ANSWERS} interim answers precede it")
-            self.ended = False
-        self.ended = False
+        if head.framing is Framing.CHUNKED:
+            self._parser = httptools.HttpResponseParser(self)
+            self._parser.feed_data(raw)
         self.head = head
         self._left = head.length or 0
         self._buffer = b""
@@ -145,6 +145,8 @@ class AnswerReader:
         self.pieces, self.framed = (), None
         if not data:
             return
+        parser = self._parser
+        assert parser is not None
         began_between = self._between_chunks
         self.pieces = self._collected = []
         # The parser does not say where in its input a message ended. A message can only end with
@@ -154,13 +156,13 @@ class AnswerReader:
         if may_end:
             view = memoryview(data)
             if len(data) > 1:
-                self._parser.feed_data(view[:-1])
+                parser.feed_data(view[:-1])
         else:
-            self._parser.feed_data(data)
+            parser.feed_data(data)
         if self.ended:
             raise BadHead("bytes follow its end")
         if may_end:
-            self._parser.feed_data(data[-1:])
+            parser.feed_data(data[-1:])
         tail = data[-2:] if len(data) > 1 else self._last_byte + data
         self._last_byte = data[-1:]
         self._between_chunks = not self._in_chunk and tail == b"\r\n"
