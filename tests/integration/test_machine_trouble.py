@@ -57,3 +57,19 @@ async def test_a_port_that_is_taken_fails_the_load_and_not_the_pool(tmp_path: Pa
             assert "port_in_use" in refused.message
             await router.answered("beta")
             assert router.starts("alpha") == 0
+
+
+async def test_the_usual_limit_on_files_is_no_limit_on_holds(tmp_path: Path) -> None:
+    """A soft limit of 256 files, and 400 requests held at once."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    slow = pool(member("alpha", load=2.0), swapBudget="60s")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        async with served(tmp_path, slow) as router:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            crowd = [router.begin(router.chat("alpha")) for _ in range(400)]
+            await router.until_held("alpha", 400)
+            answers = await asyncio.gather(*crowd)
+            assert {answer.status for answer in answers} == {200}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

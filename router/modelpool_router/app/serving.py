@@ -23,11 +23,14 @@ from .router import Router
 log = structlog.get_logger("modelpool.serve")
 
 OK, FAILED = 0, 1
+SPARE_FILES = 256
+"""For members' logs and pipes, locks, the admin port and its watchers."""
 
 
 def run(settings: Settings) -> int:
     """Serve until a signal says stop; return the exit code."""
     logs = configure_logs(settings.log_level, settings.log_format)
+    _allow_files(settings)
     try:
         if sys.platform == "win32":
             return asyncio.run(_serve(settings, logs))
@@ -36,6 +39,28 @@ def run(settings: Settings) -> int:
         return int(uvloop.run(_serve(settings, logs)))
     finally:
         logs.close()
+
+
+def _allow_files(settings: Settings) -> None:
+    """
+    Raise the soft limit on open files to what the configured bounds need.
+
+    The usual 1024 is less than `maxHeld` connections, their spool files and as many connections
+    to members; it only exists for programs that use select().
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    needed = 2 * settings.max_connections + settings.max_held + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:  # macOS refuses numbers above a kernel limit
+        log.warning("few open files allowed", files=soft, needed=needed, kind=type(error).__name__)
 
 
 async def _serve(settings: Settings, logs: Logs) -> int:
