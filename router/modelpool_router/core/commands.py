@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from .spec import Epoch, MemberName, Ticket
 
 
@@ -27,8 +29,7 @@ class RefusalCode(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True, gc=False):
     """Lend the resident to this request; the lease ends with `Finished`."""
 
     ticket: Ticket

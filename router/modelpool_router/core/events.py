@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from .spec import Epoch, MemberName, PoolSpec, Ticket
 
 
@@ -32,8 +34,7 @@ class Observed:
     """Who stays when several are up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True, gc=False):
     """A request with a complete, checked body wants *member*."""
 
     ticket: Ticket
@@ -43,15 +44,13 @@ class Arrived:
     key: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Departed:
+class Departed(msgspec.Struct, frozen=True, gc=False):
     """A client left while its request was held."""
 
     ticket: Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True, gc=False):
     """A lease ended: the response body is finished, or broke off on either side."""
 
     ticket: Ticket

@@ -42,6 +42,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+import msgspec
+
 from . import policy, retry_after
 from .commands import (
     CancelLoad,
@@ -104,8 +106,7 @@ DRAINING_RETRY_S = 5.0
 """Retry-After of a router that goes down: about what a restart takes."""
 
 
-@dataclass(slots=True)
-class _Hold:
+class _Hold(msgspec.Struct):
     ticket: Ticket
     member: MemberName
     since: float
@@ -114,8 +115,7 @@ class _Hold:
     requeued: bool = False
 
 
-@dataclass(slots=True)
-class _Lease:
+class _Lease(msgspec.Struct):
     hold: _Hold
     epoch: Epoch
     since: float
@@ -273,6 +273,7 @@ class Scheduler:
         self._swaps = 0
         self._loads = 0
         self._cause = ""
+        self._calm = False
         self._out: list[Command] = []
 
     # ------------------------------------------------------------------ the two entry points
@@ -281,13 +282,58 @@ class Scheduler:
         """Take one fact in; return what to do about it, in order."""
         out: list[Command] = []
         self._out = out
+        if self._calm and self._handle_calmly(event, now):
+            return out
         self._apply(event, now)
         self._refuse_late(now, due_too=False)
         while True:
             while self._step(now):
                 pass
             if not self._refuse_late(now, due_too=True):
+                self._calm = self._is_calm()
                 return out
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing can become due by time alone: `next_deadline` would be None."""
+        return self._calm
+
+    def _is_calm(self) -> bool:
+        """
+        Say whether lending and giving back cannot lead to anything else.
+
+        That is nearly always so, and then both are done without a look at everything.
+        """
+        return (
+            self._state is SlotState.RESIDENT
+            and self._up in self.spec.members
+            and not (self._queues or self._ghosts or self._intruders)
+            and self._closing is None
+            and not self._suspect
+            and self._may_move()
+            and self._unload_asked_at is None
+            and not self._deferred_reason
+            and self.spec.idle_unload_after_s is None
+            and self.spec.reclaim_default_after_s is None
+            and self._turn_ends_at is None
+        )
+
+    def _handle_calmly(self, event: Event, now: float) -> bool:
+        """Lend or take back without further thought; False if this event needs one."""
+        if isinstance(event, Arrived):
+            member = event.member
+            if (
+                member != self._up
+                or now > event.deadline
+                or self._lent >= self._parallel_of(member)
+            ):
+                return False
+            self._grant(_Hold(event.ticket, member, now, event.deadline, event.key), now)
+            return True
+        if isinstance(event, Finished):
+            self._end_lease(event.ticket, now)
+            return True
+        return False
 
     def next_deadline(self) -> float | None:
         """Return the next moment at which something is due, or None if only events matter."""

@@ -13,7 +13,6 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 
 import structlog
 
@@ -188,22 +187,27 @@ class PoolRuntime:
 
     def tell(self, event: Event) -> None:
         """Feed one fact to the scheduler and carry out what it commands."""
-        self._now = max(self._now, self.loop.time())
+        now = self.loop.time()
+        if now > self._now:
+            self._now = now
         if isinstance(event, Arrived) and event.deadline < self._now:
             # It arrives now. What passed since its deadline was computed is not a hold: a budget
             # of 0 s would be over before it began, even for an open resident.
-            event = replace(event, deadline=self._now)
-        self._inbox.append(event)
+            event = Arrived(event.ticket, event.member, self._now, event.key)
         if self._handling:
+            self._inbox.append(event)
             return
         self._handling = True
         try:
+            for command in self._scheduler.handle(event, self._now):
+                self._carry_out(command)
             while self._inbox:
                 for command in self._scheduler.handle(self._inbox.popleft(), self._now):
                     self._carry_out(command)
         finally:
             self._handling = False
-        self._arm()
+        if not self._scheduler.is_calm:
+            self._arm()
 
     def _arm(self) -> None:
         """Make sure that somebody looks at the next deadline; an early look does no harm."""
