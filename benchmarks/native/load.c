@@ -3,12 +3,13 @@
  *
  *     cc -O2 -o load load.c
  *     ./load -p PORT -b BODY [-c CONNECTIONS] [-d SECONDS] [-w WARM_UP] [-k PID,PID...]
- *            [-R RATE] [-s] [-e EVENTS] [-r RAMP] [-K KEY] [-H]
+ *            [-R RATE] [-n COUNT] [-s] [-e EVENTS] [-r RAMP] [-K KEY] [-H]
  *
  * Talks to 127.0.0.1 only, for two minutes at most. Prints one line of JSON.
  *
  *   -R RATE    open loop: RATE requests/s, latency counted from when each was due, so that a
  *              stalled router is not spared; else closed loop: one request after the other
+ *   -n COUNT   end after exactly COUNT requests, all of them inside the window
  *   -s         answers are event streams from `upstream`: its time stamps are read
  *   -e EVENTS  a stream with another number of events is an error
  *   -r RAMP    seconds over which the first requests are spread
@@ -168,7 +169,7 @@ static int epoll_fd;
 static char *request;
 static size_t request_len;
 static int streams, holds;
-static long expected_events;
+static long expected_events, wanted_requests, begun_requests;
 static double rate;
 static ns_t window_begin = NEVER, window_end = NEVER;
 static int stopping;
@@ -244,11 +245,12 @@ static void begin(struct conn *c, ns_t due) {
     c->events = 0;
     c->due = due ? due : now_ns();
     outstanding++;
+    begun_requests++;
     go_on_sending(c);
 }
 
 static void next_on(struct conn *c) {
-    if (holds || stopping) {
+    if (holds || stopping || (wanted_requests && begun_requests >= wanted_requests)) {
         c->state = FINISHED;
     } else if (rate <= 0) {
         begin(c, 0);
@@ -457,6 +459,7 @@ static void run_load(int port, double seconds, double warm_up, double ramp) {
         open_conn(&conns[opened], opened ? 0 : port);
         idle[idle_count++] = opened;
     }
+    if (wanted_requests) window_begin = begun;
     while (opened < conn_count) {
         for (started += per_turn; opened < conn_count && opened < started; opened++) {
             open_conn(&conns[opened], opened ? 0 : port);
@@ -464,20 +467,23 @@ static void run_load(int port, double seconds, double warm_up, double ramp) {
         }
         if (ramp > 0) turn(now_ns() + SECOND / 1000);
     }
+    if (wanted_requests) warm_up = 0;
     ns_t begin_at = now_ns() + warm_up * SECOND, end_at = begin_at + seconds * SECOND;
     ns_t cpu = 0, own = 0;
     long stolen[2] = {0}, all[2] = {0}, rss = 0;
     struct timespec self;
+    int begun_counting = 0;
     for (;;) {
         ns_t t = now_ns();
-        if (t >= begin_at && window_begin == NEVER) {
+        if (t >= begin_at && !begun_counting) {
+            begun_counting = 1;
             cpu = cpu_of_all();
             read_steal(&stolen[0], &all[0]);
             clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &self);
             own = self.tv_sec * SECOND + self.tv_nsec;
-            window_begin = now_ns();
+            if (!wanted_requests) window_begin = now_ns();
         }
-        if (t >= end_at) break;
+        if (t >= end_at || (wanted_requests && !outstanding)) break;
         for (; rate > 0 && next_due <= t; next_due += SECOND / rate) {
             if (idle_count)
                 begin(&conns[idle[--idle_count]], next_due);
@@ -531,7 +537,7 @@ int main(int argc, char **argv) {
     int port = 0, option;
     double seconds = 3, warm_up = 0.5, ramp = 0;
     const char *body = NULL, *key = "sk-bench";
-    while ((option = getopt(argc, argv, "p:b:c:d:w:k:R:se:r:K:H")) > 0) switch (option) {
+    while ((option = getopt(argc, argv, "p:b:c:d:w:k:R:n:se:r:K:H")) > 0) switch (option) {
         case 'p': port = atoi(optarg); break;
         case 'b': body = optarg; break;
         case 'c': conn_count = atoi(optarg); break;
@@ -539,6 +545,7 @@ int main(int argc, char **argv) {
         case 'w': warm_up = atof(optarg); break;
         case 'k': read_pids(optarg); break;
         case 'R': rate = atof(optarg); break;
+        case 'n': wanted_requests = atol(optarg); break;
         case 's': streams = 1; break;
         case 'e': expected_events = atol(optarg); break;
         case 'r': ramp = atof(optarg); break;
