@@ -191,3 +191,50 @@ async def settled(router: Served, is_true: Callable[[], bool], what: str) -> Non
     while not is_true():
         assert asyncio.get_running_loop().time() < deadline, f"not settled: {what}"
         await asyncio.sleep(0.001)
+
+
+class Recorder:
+    """Answers as a request's fields say, and keeps what reached whom."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Life, SeenRequest]] = []
+        """Every request, with the life of the member that it reached."""
+        self.running = 0
+        self.peak = 0
+        """Most requests worked on at once."""
+
+    async def __call__(self, life: Life, link: Link, request: SeenRequest) -> bool:
+        """Answer after ``ms`` milliseconds, never with ``hang``, by a crash with ``crash``."""
+        self.seen.append((life, request))
+        fields = _fields(request)
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        try:
+            if fields.get("hang"):
+                await link.gone()
+                return False
+            await asyncio.sleep(fields.get("ms", 0.0) / 1000)
+            if fields.get("crash"):
+                life.crash()
+                return False
+        finally:
+            self.running -= 1
+        return await plain(life, link, request)
+
+    @property
+    def members(self) -> list[str]:
+        """Who was reached, in order."""
+        return [str(life.member) for life, _ in self.seen]
+
+    @property
+    def requests(self) -> list[SeenRequest]:
+        """What reached anybody, in order."""
+        return [request for _, request in self.seen]
+
+
+def _fields(request: SeenRequest) -> Json:
+    try:
+        parsed = json.loads(request.body)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
