@@ -32,7 +32,7 @@ run: $(VENV)/.made-run ## Play the demo: two simulated models take turns (ARGS=-
 
 .PHONY: test
 test: $(VENV)/.made-test ## Unit, property, simulation and socket tests (below five minutes)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.made-lint ## Style, types, import contracts (generated pages are compared by make test)
