@@ -26,10 +26,19 @@ if __name__ == "__main__":
     sys.path[:0] = [str(HERE), str(HERE.parents[1] / "router")]
 
 import sim_slot  # noqa: E402 - the path is made above when this is run as a program
-from modelpool_router.core import policy, retry_after, scheduler  # noqa: E402
+from modelpool_router.core import (  # noqa: E402
+    lending,
+    outlook,
+    policy,
+    retry_after,
+    scheduler,
+    slot,
+)
 from sim_run import Tally, run_seed  # noqa: E402
 from sim_watch import Factory  # noqa: E402
 
+CHAIN = (slot, outlook, lending, scheduler)
+"""The parts of the scheduler, each built on the one before it."""
 SCHEDULES = 150
 """How many simulated schedules a mutant may survive before the scenario tests have a go."""
 
@@ -41,7 +50,8 @@ class Mutant:
     name: str
     old: str
     new: str
-    module: ModuleType = scheduler
+    module: ModuleType | None = None
+    """None = whichever part of the scheduler has the line."""
 
 
 MUTANTS = (
@@ -125,8 +135,8 @@ MUTANTS = (
     ),
     Mutant(
         "refused holds leave no demand",
-        "self._ghosts[hold.member] = _Ghost(hold.since, expires",
-        "_Ghost(hold.since, expires",
+        "self._ghosts[hold.member] = Ghost(hold.since, expires",
+        "Ghost(hold.since, expires",
     ),
     Mutant(
         "what refused holds leave never ends",
@@ -135,8 +145,8 @@ MUTANTS = (
     ),
     Mutant(
         "no back-off after a failed load",
-        "_Failure(count, now + backoff_s,",
-        "_Failure(count, now,",
+        "Failure(count, now + backoff_s,",
+        "Failure(count, now,",
     ),
     Mutant(
         "the last good resident is not restored",
@@ -214,13 +224,25 @@ MUTANTS = (
 
 def build(mutant: Mutant) -> type[scheduler.Scheduler]:
     """Return the scheduler class with *mutant* in it."""
-    changed = _execute(mutant.module, mutant)
-    if mutant.module is scheduler:
-        module = changed
-    else:
-        module = _execute(scheduler, None)
-        setattr(module, mutant.module.__name__.rpartition(".")[2], changed)
-    return cast("type[scheduler.Scheduler]", module.Scheduler)
+    target = mutant.module or _home(mutant)
+    built: dict[ModuleType, ModuleType] = {}
+    with mock.patch.dict(sys.modules):
+        for original in dict.fromkeys((target, *CHAIN)):
+            module = _execute(original, mutant if original is target else None)
+            built[original] = sys.modules[original.__name__] = module
+        for module in built.values():
+            # `from . import policy` asks the package, which still has the original
+            if target not in CHAIN and hasattr(module, target.__name__.rpartition(".")[2]):
+                setattr(module, target.__name__.rpartition(".")[2], built[target])
+    return cast("type[scheduler.Scheduler]", built[scheduler].Scheduler)
+
+
+def _home(mutant: Mutant) -> ModuleType:
+    """Return the part of the scheduler that has the line of *mutant*, once."""
+    counts = {module: inspect.getsource(module).count(mutant.old) for module in CHAIN}
+    if sum(counts.values()) != 1:
+        raise LookupError(f"{mutant.name}: its line is there {sum(counts.values())} times")
+    return next(module for module, count in counts.items() if count)
 
 
 def _execute(original: ModuleType, mutant: Mutant | None) -> ModuleType:

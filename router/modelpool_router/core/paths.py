@@ -85,4 +85,3 @@ def find_path(path: str) -> PathRule | None:
     if path.startswith(_MODEL_PREFIX) and len(path) > len(_MODEL_PREFIX):
         return PathRule(Kind.MODEL, ("GET", "HEAD"), argument=path[len(_MODEL_PREFIX) :])
     return None
-
