@@ -110,7 +110,9 @@ async def test_it_lists_then_follows(cluster: MemCluster) -> None:
 
 @virtual
 @pytest.mark.parametrize(
-    "spoil", [repeating(), swapping(), dropping(lambda event: True, times=2)], ids=str
+    "spoil",
+    [repeating(), swapping(), dropping(lambda event: True, times=2)],
+    ids=["repeated", "reordered", "lost"],
 )
 async def test_lost_repeated_and_reordered_events_are_made_up_for(
     cluster: MemCluster, spoil: WatchFilter
