@@ -25,6 +25,8 @@ SPEC_HASH_ANNOTATION = f"{GROUP}/spec-hash"
 """On what we render: digest of the render, so that drift is seen without comparing defaults."""
 COMMAND_MODE_ANNOTATION = f"{GROUP}/command-mode"
 """On Pods of a ModelDeployment: ``managed`` or ``takeover``."""
+PLACEMENT_ANNOTATION = f"{GROUP}/placement"
+"""On Pods of a ModelDeployment: instance type and share of it that they were made for."""
 
 # Labels of ours
 POOL_LABEL = f"{GROUP}/pool"

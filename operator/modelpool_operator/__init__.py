@@ -1,0 +1,1 @@
+"""The operator: reconcilers of the kinds of `modelpool.dev`."""

@@ -1,0 +1,1 @@
+"""Reads, asks the plan, and carries it out."""

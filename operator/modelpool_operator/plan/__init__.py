@@ -1,0 +1,1 @@
+"""What is to be done, decided from what was read. Pure."""
