@@ -1,0 +1,423 @@
+"""
+A cluster with pools in it and operators at work, on the virtual clock of the loop.
+
+`OperatorWorld.run` lets everything move until nothing does: controllers and kubelet of
+`memcontrollers`, and every operator process that lives. Time jumps to whatever is due next.
+After every single write the invariants of slots are checked; see `check_write`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from memcluster import MemCluster, MemPort, Write
+from memcontrollers import World, deployment, is_finished, runs
+from modelpool_api.names import (
+    OPERATOR_MANAGER,
+    RECORD_ANNOTATION,
+    SLOT_ANNOTATION,
+    lease_name,
+)
+from modelpool_kube.errors import KubeError
+from modelpool_kube.kinds import (
+    DEPLOYMENTS,
+    EVENTS,
+    INFERENCE_SERVICES,
+    LEASES,
+    MEMBER_KINDS,
+    MODEL_POOLS,
+    MODEL_ROUTERS,
+    PODS,
+    REPLICASETS,
+    STATEFULSETS,
+    Json,
+    Kind,
+    annotation,
+    controller_of,
+)
+from modelpool_kube.record import read_mark
+from modelpool_operator.engine.acting import Actor, Key
+from modelpool_operator.engine.events import EventRecorder
+from modelpool_operator.engine.observe import Observer
+from modelpool_operator.engine.reconcilers import (
+    PoolReconciler,
+    RouterReconciler,
+    ServiceReconciler,
+)
+from modelpool_operator.engine.sessions import SlotSessions
+
+NS = "lab"
+IMAGE = "modelpool:test"
+STEP_S = 1.0
+"""How long one round of everything takes."""
+
+
+class Members:
+    """What members answer on their idle paths; a Pod is found by its address."""
+
+    def __init__(self, cluster: MemCluster) -> None:
+        self._cluster = cluster
+        self.busy: set[str] = set()
+        """Members (by name of their object) that work on something."""
+        self.silent: set[str] = set()
+        """Members that do not answer."""
+        self.asked: list[str] = []
+
+    async def get(self, host: str, port: int, path: str) -> tuple[int, bytes] | None:
+        """Answer as llama-server does."""
+        await asyncio.sleep(0)
+        for pod in self._cluster.all(PODS):
+            if pod.get("status", {}).get("podIP") == host and runs(pod):
+                name = member_of_pod(self._cluster, pod)
+                self.asked.append(name)
+                if name in self.silent:
+                    return None
+                slots = [{"id": 0, "is_processing": name in self.busy}]
+                return 200, json.dumps(slots).encode()
+        return None
+
+
+def member_of_pod(cluster: MemCluster, pod: Json) -> str:
+    """Return the name of the Deployment or StatefulSet that *pod* belongs to."""
+    owner = controller_of(pod)
+    if owner is None:
+        return ""
+    if owner["kind"] == "ReplicaSet":
+        found = cluster.read(REPLICASETS, pod["metadata"]["namespace"], owner["name"])
+        above = None if found is None else controller_of(found)
+        return "" if above is None else str(above["name"])
+    return str(owner["name"])
+
+
+class Process:
+    """One operator process: a port, reconcilers, and when each object is due."""
+
+    def __init__(self, world: OperatorWorld, port: MemPort, identity: str) -> None:
+        self._world = world
+        self.port = port
+        rng = random.Random(identity)
+        observer = Observer(port)
+        actor = Actor(port, EventRecorder(port, identity))
+        self.sessions = SlotSessions(port, identity, world.members, rng)
+        self.pools = PoolReconciler(
+            observer, actor, self.sessions, world.members, again=self._wake_pool
+        )
+        self._passes = {
+            MODEL_POOLS: self.pools.reconcile,
+            INFERENCE_SERVICES: ServiceReconciler(observer, actor).reconcile,
+            MODEL_ROUTERS: RouterReconciler(observer, actor, default_image=IMAGE).reconcile,
+        }
+        self._due: dict[tuple[Kind, Key], float] = {}
+        self._seen = -1
+        self.failures: list[KubeError] = []
+
+    def _wake_pool(self, key: Key) -> None:
+        self._due[MODEL_POOLS, key] = self.port.now()
+
+    @property
+    def next_due(self) -> float | None:
+        """When something is due next; None when nothing is."""
+        return min(self._due.values(), default=None)
+
+    def wake_all(self) -> None:
+        """Everything is to be looked at again."""
+        for kind in self._passes:
+            for obj in self._world.cluster.all(kind):
+                key = (obj["metadata"]["namespace"], obj["metadata"]["name"])
+                self._due[kind, key] = self.port.now()
+
+    async def step(self) -> bool:
+        """Make the passes that are due; return whether there was one."""
+        version = self._world.cluster.version
+        if version != self._seen:
+            self.wake_all()
+            self._seen = version
+        now = self.port.now()
+        due = [item for item, when in self._due.items() if when <= now]
+        for kind, key in due:
+            self._due.pop((kind, key), None)
+            try:
+                again = await self._passes[kind](key)
+            except KubeError as error:
+                self.failures.append(error)
+                again = 1.0
+            if again is not None:
+                when = self.port.now() + max(again, 0.01)
+                self._due[kind, key] = min(when, self._due.get((kind, key), when))
+        return bool(due)
+
+    async def stop(self) -> None:
+        """End it in peace."""
+        await self.sessions.close()
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Return the tasks that it left running."""
+        return [session.task for session in self.sessions._open.values()]
+
+
+@dataclass
+class OperatorWorld:
+    """A namespace with members, pools and operators."""
+
+    gpus: int = 2
+    """More than one, so that nothing but the rules keeps two members apart."""
+    cluster: MemCluster = field(init=False)
+    world: World = field(init=False)
+    members: Members = field(init=False)
+    processes: list[Process] = field(default_factory=list)
+    outsiders: set[str] = field(default_factory=lambda: {"test", "router"})
+    violations: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cluster = MemCluster(clock=asyncio.get_running_loop().time)
+        self.world = World(self.cluster, gpus=self.gpus)
+        self.members = Members(self.cluster)
+        self.cluster.after_write.append(self.check_write)
+
+    # Making things
+
+    def member(self, name: str, replicas: int = 0, **pod: Any) -> Json:
+        """Make a Deployment that can be a member."""
+        return self.cluster.put(DEPLOYMENTS, NS, deployment(name, replicas=replicas, **pod))
+
+    def service(self, name: str, **spec: Any) -> Json:
+        """Make an InferenceService."""
+        body = {
+            "metadata": {"name": name},
+            "spec": {
+                "image": "engine:1",
+                "profile": "llama-server",
+                "resources": {"limits": {"nvidia.com/gpu": 1}},
+                **spec,
+            },
+        }
+        return self.cluster.put(INFERENCE_SERVICES, NS, body)
+
+    def pool(self, name: str, *members: str | Json, **spec: Any) -> Json:
+        """Make a pool; a member that is only a name is a Deployment with llama-server in it."""
+        listed = [
+            {"deploymentRef": {"name": each}, "profile": "llama-server"}
+            if isinstance(each, str)
+            else each
+            for each in members
+        ]
+        body = {"metadata": {"name": name}, "spec": {"members": listed, **spec}}
+        return self.cluster.put(MODEL_POOLS, NS, body)
+
+    def start(self, identity: str = "operator-0", port: MemPort | None = None) -> Process:
+        """Start an operator process."""
+        process = Process(self, port or self.cluster.port(identity), identity)
+        self.processes.append(process)
+        return process
+
+    # Running
+
+    async def round(self) -> bool:
+        """Let everything make one step; return whether anything moved."""
+        moved = self.world.step()
+        for process in self.processes:
+            moved |= await process.step()
+        return moved
+
+    async def run(self, seconds: float = 300.0, until: Callable[[], object] | None = None) -> None:
+        """
+        Let *seconds* pass, or less if *until* becomes true.
+
+        Raises:
+            AssertionError: *until* did not become true in time.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while True:
+            if until is not None and until():
+                return
+            if loop.time() >= end:
+                break
+            moved = await self.round()
+            due = [each.next_due for each in self.processes if each.next_due is not None]
+            soon = loop.time() + STEP_S
+            wake = soon if moved else min([end, *(max(when, soon) for when in due)])
+            await asyncio.sleep(max(0.0, min(wake, end) - loop.time()))
+        assert until is None, f"it did not happen within {seconds} s"
+
+    async def kill(self, process: Process) -> None:
+        """Kill a process: none of its requests gets through any more, and nothing is given back."""
+        process.port.dead = True
+        if process in self.processes:
+            self.processes.remove(process)
+        tasks = process.tasks()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End all processes."""
+        for process in self.processes:
+            await process.stop()
+
+    # Looking
+
+    def status(self, pool: str = "gpu0") -> Json:
+        """Return the status of a pool."""
+        found: Json = self.cluster.must(MODEL_POOLS, NS, pool).get("status", {})
+        return found
+
+    def condition(self, kind: str, pool: str = "gpu0", of: Kind = MODEL_POOLS) -> Json:
+        """Return a condition."""
+        conditions = self.cluster.must(of, NS, pool).get("status", {}).get("conditions", [])
+        return next((each for each in conditions if each["type"] == kind), {})
+
+    def says(self, kind: str, pool: str = "gpu0") -> str:
+        """Return ``status/reason`` of a condition."""
+        found = self.condition(kind, pool)
+        return f"{found.get('status')}/{found.get('reason')}"
+
+    def record(self, pool: str = "gpu0") -> Json:
+        """Return the record of a pool; empty when there is none."""
+        lease = self.cluster.read(LEASES, NS, lease_name(pool))
+        text = None if lease is None else annotation(lease, RECORD_ANNOTATION)
+        found: Json = {} if text is None else json.loads(text)
+        return found
+
+    def replicas(self, kind: Kind = DEPLOYMENTS) -> dict[str, int]:
+        """Return what all members of *kind* ask for."""
+        return {
+            each["metadata"]["name"]: each["spec"].get("replicas", 1)
+            for each in self.cluster.all(kind, NS)
+        }
+
+    def up(self) -> set[str]:
+        """Return the members of which a Pod holds a device."""
+        return {member_of_pod(self.cluster, pod) for pod in self.cluster.all(PODS) if runs(pod)}
+
+    def events(self) -> list[str]:
+        """Return the reasons of all Events, in order."""
+        return [
+            write.after["reason"]
+            for write in self.cluster.writes
+            if write.kind == EVENTS and write.verb == "create" and write.after
+        ]
+
+    def writes(self, since: int = 0) -> list[Write]:
+        """Return what operators wrote, renewals of Leases left out."""
+        return [
+            each
+            for each in self.cluster.writes
+            if each.version > since
+            and each.actor.startswith(("operator", "first", "second"))
+            and not _is_renewal(each)
+        ]
+
+    # A router that only holds its Lease
+
+    def hold(self, pool: str, holder: str, record: Json | None = None) -> None:
+        """Let a router hold the Lease of a pool; call again to renew."""
+        count = sum(write.actor == "router" for write in self.cluster.writes)
+        patch: Json = {
+            "spec": {
+                "holderIdentity": holder,
+                "leaseDurationSeconds": 15,
+                "renewTime": f"2026-01-01T00:00:00.{count:06d}Z",
+            }
+        }
+        if record is not None:
+            patch["metadata"] = {"annotations": {RECORD_ANNOTATION: json.dumps(record)}}
+        self.cluster.edit(LEASES, NS, lease_name(pool), patch, actor="router")
+
+    # Invariants
+
+    def check_write(self, write: Write) -> None:
+        """Check S1, S2, S8, S9 and S10 of one write."""
+        if write.actor in self.outsiders:
+            return
+        for problem in self._problems(write):
+            self.violations.append(problem)
+            raise AssertionError(problem)
+
+    def _problems(self, write: Write) -> Iterable[str]:
+        if not write.actor.startswith(("operator", "first", "second")):
+            return
+        if write.kind == LEASES:
+            yield from _record_problems(write)
+            return
+        if write.kind not in (*MEMBER_KINDS.values(), DEPLOYMENTS, STATEFULSETS):
+            return
+        if write.before is None or write.after is None or write.verb == "status":
+            return
+        if controller_of(write.before) is not None:
+            return  # a child of ours
+        before, after = _wants(write.before), _wants(write.after)
+        stranger = _without_ours(write.before) != _without_ours(write.after)
+        if stranger and write.kind != MODEL_POOLS:
+            yield f"S10: {write.actor} changed more of {write.name} than its scale and mark"
+        if before == after:
+            return
+        mark = read_mark(annotation(write.after, SLOT_ANNOTATION))
+        if mark is None:
+            if write.kind != INFERENCE_SERVICES:
+                yield f"S9: {write.name} was scaled without a mark"
+            return
+        pool = mark.slot.lease.removeprefix("modelpool-")
+        if self.record(pool).get("epoch") != mark.epoch:
+            yield f"S9: {write.name} was scaled in epoch {mark.epoch} and the record has another"
+        if after < before and write.name in self.members.busy:
+            yield f"S2: {write.name} was unloaded while it worked"
+        if after > before:
+            yield from self._others_up(write.name, pool)
+
+    def _others_up(self, name: str, pool: str) -> Iterable[str]:
+        found = self.cluster.must(MODEL_POOLS, NS, pool)
+        listed = set()
+        for each in found["spec"]["members"]:
+            listed |= {ref["name"] for key, ref in each.items() if key.endswith("Ref")}
+        for pod in self.cluster.all(PODS):
+            other = member_of_pod(self.cluster, pod)
+            if other in listed and other != name and not is_finished(pod):
+                yield f"S1: {name} was started and {other} still has {pod['metadata']['name']}"
+
+
+def _is_renewal(write: Write) -> bool:
+    if write.kind != LEASES or write.before is None or write.after is None:
+        return False
+    old, new = write.before, write.after
+    notes = old["metadata"].get("annotations") == new["metadata"].get("annotations")
+    return bool(notes and old["spec"].get("holderIdentity") == new["spec"].get("holderIdentity"))
+
+
+def _wants(obj: Json) -> int:
+    spec = obj.get("spec", {})
+    if "suspend" in spec:
+        return 0 if spec["suspend"] else 1
+    return int(spec.get("replicas", 1))
+
+
+def _without_ours(obj: Json) -> Json:
+    meta = obj["metadata"]
+    notes = {k: v for k, v in (meta.get("annotations") or {}).items() if k != SLOT_ANNOTATION}
+    spec = {k: v for k, v in obj.get("spec", {}).items() if k not in ("replicas", "suspend")}
+    return {"notes": notes, "labels": meta.get("labels"), "spec": spec}
+
+
+def _record_problems(write: Write) -> Iterable[str]:
+    if write.before is None or write.after is None:
+        return
+    texts = [annotation(each, RECORD_ANNOTATION) for each in (write.before, write.after)]
+    if texts[0] is None or texts[0] == texts[1]:
+        return
+    if texts[1] is None:
+        yield "S8: the record was removed"
+        return
+    old, new = json.loads(texts[0]), json.loads(texts[1])
+    if new["epoch"] < old["epoch"]:
+        yield f"S8: the epoch went from {old['epoch']} to {new['epoch']}"
+    lost = set(old) - set(new)
+    if lost:
+        yield f"S8: fields of others were lost: {sorted(lost)}"
+
+
+__all__ = ["IMAGE", "NS", "OPERATOR_MANAGER", "Members", "OperatorWorld", "Process"]
