@@ -8,6 +8,7 @@ import contextlib
 import pytest
 
 from crashpoints import Scenario, kill_everywhere, lose_everywhere
+from crdcheck import serve
 from memcluster import (
     Killed,
     MemCluster,
@@ -20,11 +21,13 @@ from memcluster import (
     swapping,
 )
 from memcontrollers import OUT_OF_SERVICE, World, deployment, is_ready, statefulset
+from modelpool_api import schema
 from modelpool_kube import errors
 from modelpool_kube.kinds import (
     CONFIGMAPS,
     DEPLOYMENTS,
     LEASES,
+    MODEL_POOLS,
     NODES,
     PODS,
     REPLICASETS,
@@ -604,3 +607,28 @@ async def test_a_lease_has_no_generation(cluster: MemCluster) -> None:
     made = await cluster.port("p").create(LEASES, "lab", body)
 
     assert "generation" not in made["metadata"]
+
+
+async def test_it_serves_our_kinds_as_an_api_server_does(cluster: MemCluster) -> None:
+    serve(cluster, map(schema.crd, schema.RESOURCES))
+    port = cluster.port("p")
+    spec = {"members": [{"deploymentRef": {"name": "coder"}}]}
+    made = await port.create(MODEL_POOLS, "lab", MODEL_POOLS.body("gpu0", "lab", spec=spec))
+
+    assert made["spec"]["swapBudget"] == "300s"
+    with pytest.raises(errors.Invalid, match="is no member"):
+        await port.patch_merge(MODEL_POOLS, "lab", "gpu0", {"spec": {"default": "ghost"}})
+    status = {"status": {"phase": "Ready"}}
+    shown = await port.patch_status(MODEL_POOLS, "lab", "gpu0", status)
+    assert shown["status"] == {"phase": "Ready"}
+    assert shown["metadata"]["generation"] == 1
+
+
+async def test_without_rules_it_only_fills_in(cluster: MemCluster) -> None:
+    serve(cluster, map(schema.crd, schema.RESOURCES), rules=False)
+    spec = {"members": [{"deploymentRef": {"name": "a"}}], "default": "ghost", "odd": 1}
+    body = MODEL_POOLS.body("gpu0", "lab", spec=spec)
+    made = await cluster.port("p").create(MODEL_POOLS, "lab", body)
+
+    assert made["spec"]["maxTurn"] == "60s"
+    assert "odd" not in made["spec"]

@@ -208,6 +208,7 @@ async def test_a_patch_that_lands_after_its_time_out_changes_nothing(world: Worl
 async def in_flight(process: Process) -> int:
     """Leave a scale-up of A in flight and return the epoch."""
     begun = await process.begin()
+    await asyncio.sleep(2)  # any write, a controller's of a status too, would end it
     process.port.delay(verb="patch", kind=DEPLOYMENTS, name="a", times=99)
     with pytest.raises(errors.Unanswered):
         await process.actuator.scale(A, up=True, epoch=begun.epoch)
@@ -251,6 +252,7 @@ async def test_a_scaling_that_was_cancelled_counts_as_in_flight(world: World) ->
     async with running(world, process):
         await process.until_held()
         begun = await process.begin()
+        await asyncio.sleep(2)  # any write, a controller's of a status too, would end it
         process.port.hang(verb="patch", kind=DEPLOYMENTS)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
@@ -291,6 +293,20 @@ async def test_who_was_deposed_cannot_write_any_more(world: World) -> None:
             await asyncio.sleep(5)
 
             assert residents(world.cluster) == {"b"}
+
+
+async def test_a_larger_epoch_is_never_lowered(world: World) -> None:
+    process = one(world)
+    async with running(world, process):
+        await process.until_held()
+        begun = await process.begin()
+        ahead = SLOT.value(begun.epoch + 5)
+        patch = {"metadata": {"annotations": {SLOT_ANNOTATION: ahead}}}
+        world.cluster.edit(DEPLOYMENTS, "lab", "a", patch)
+        with pytest.raises(Deposed, match="carries epoch 6, and ours is 1"):
+            await process.actuator.scale(A, up=True, epoch=begun.epoch)
+        assert marks(world.cluster)["a"] == ahead
+        assert (await process.begin()).epoch == begun.epoch + 6
 
 
 async def test_a_late_patch_of_a_deposed_holder_fails(world: World) -> None:
@@ -458,6 +474,7 @@ async def test_evidence_needs_a_probe_begun_in_this_epoch(world: World) -> None:
         probe = Probe(uid, process.port.now())
         await asyncio.sleep(1)
         begun = await process.begin()  # adopted by a new epoch, as after a restart
+        await asyncio.sleep(2)
 
         old = await process.actuator.look_ready(A, begun, probe)
         assert isinstance(old, NotReady)

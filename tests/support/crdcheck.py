@@ -11,12 +11,16 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import celpy
 from celpy.adapter import json_to_cel
+
+from memcluster import Admit, MemCluster
+from modelpool_kube import errors
+from modelpool_kube.kinds import Kind
 
 Json = dict[str, Any]
 
@@ -156,6 +160,12 @@ class Admission:
         self.kind: str = crd["spec"]["names"]["kind"]
         self._schema: Json = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 
+    def filled(self, new: Json) -> Json:
+        """Return the object pruned and defaulted, unchecked."""
+        rest = {key: value for key, value in new.items() if key != "metadata"}
+        filled = _defaulted(_pruned(rest, self._schema), self._schema)
+        return {**filled, "metadata": new.get("metadata", {})}
+
     def admit(self, new: Json, old: Json | None = None) -> tuple[Json, list[str]]:
         """
         Return the object as it would be stored, and what is wrong with it.
@@ -163,9 +173,8 @@ class Admission:
         Rules are only looked at when types and bounds are right, as in the API server. Every
         error is ``path: message``.
         """
-        stored = copy.deepcopy(new)
-        meta = stored.pop("metadata", {})
-        stored = _defaulted(_pruned(stored, self._schema), self._schema)
+        stored = self.filled(copy.deepcopy(new))
+        meta = stored.pop("metadata")
         errors = list(_bounds(stored, self._schema, ""))
         if not errors:
             whole = {**stored, "metadata": {"name": meta.get("name", "")}}
@@ -174,6 +183,42 @@ class Admission:
                 before = {**old, "metadata": {"name": old["metadata"]["name"]}}
             errors = list(_broken_rules(whole, before, self._schema, ""))
         return {**stored, "metadata": meta}, errors
+
+
+def serve(cluster: MemCluster, crds: Iterable[Json], *, rules: bool = True) -> None:
+    """
+    Let *cluster* treat objects of *crds* as an API server does that serves them.
+
+    Without *rules* they are only pruned and defaulted, which takes no time worth counting.
+    """
+    for crd in crds:
+        cluster.admit[_kind_of(crd)] = _admit(Admission(crd), rules)
+
+
+def _kind_of(crd: Json) -> Kind:
+    spec = crd["spec"]
+    return Kind(
+        spec["group"],
+        spec["versions"][0]["name"],
+        spec["names"]["plural"],
+        spec["names"]["kind"],
+        namespaced=spec["scope"] == "Namespaced",
+    )
+
+
+def _admit(admission: Admission, rules: bool) -> Admit:
+    def admit(new: Json, old: Json | None) -> Json:
+        stored, wrong = admission.admit(new, old) if rules else (admission.filled(new), [])
+        if wrong:
+            name = new["metadata"].get("name")
+            raise errors.Invalid(
+                f'{admission.kind} "{name}" is invalid: {"; ".join(wrong)}',
+                code=422,
+                reason="Invalid",
+            )
+        return stored
+
+    return admit
 
 
 def rules_of(schema: Json, where: str = "") -> Iterator[tuple[str, Json]]:

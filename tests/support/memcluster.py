@@ -278,8 +278,8 @@ class MemCluster:
         if given.get("namespace", where) != where:
             raise errors.Invalid("the namespace does not match", code=400, reason="BadRequest")
         if given.get("resourceVersion"):
-            raise errors.Invalid(
-                "resourceVersion should not be set on objects to be created", code=400
+            raise errors.Unanswered(  # an API server answers 500 to this
+                "resourceVersion should not be set on objects to be created", code=500
             )
         if where in self.closed_namespaces:
             raise errors.Forbidden(
@@ -363,7 +363,7 @@ class MemCluster:
                 )
         _check_pod(kind, before, after)
         after = self._admitted(kind, _with_defaults(kind, after), before)
-        if kind.has_status and _content(after) != _content(before):
+        if kind.has_status and _content(kind, after) != _content(kind, before):
             after["metadata"]["generation"] = before["metadata"]["generation"] + 1
         if (
             before["metadata"].get("deletionTimestamp")
@@ -463,8 +463,12 @@ def _finalizers(obj: Json) -> list[str]:
     return obj["metadata"].get("finalizers") or []
 
 
-def _content(obj: Json) -> Json:
-    return {key: value for key, value in obj.items() if key not in ("metadata", "status")}
+def _content(kind: Kind, obj: Json) -> Json:
+    """Return what the generation counts the changes of."""
+    content = {key: value for key, value in obj.items() if key not in ("metadata", "status")}
+    if kind == DEPLOYMENTS:
+        content["annotations"] = obj["metadata"].get("annotations") or {}
+    return content
 
 
 def _waits_for_kubelet(kind: Kind, obj: Json) -> bool:

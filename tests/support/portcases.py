@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from modelpool_kube import errors
-from modelpool_kube.kinds import CONFIGMAPS, DEPLOYMENTS, LEASES, PODS, Json
+from modelpool_kube.kinds import CONFIGMAPS, DEPLOYMENTS, LEASES, PODS, STATEFULSETS, Json
 from modelpool_kube.port import Change, ClusterPort, WatchEvent
 
 Case = Callable[[ClusterPort, str], Awaitable[None]]
@@ -160,13 +160,29 @@ async def the_generation_counts_changes_of_the_spec_alone(
     assert made["metadata"]["generation"] == 1
 
     noted = await port.patch_merge(
-        DEPLOYMENTS, namespace, "a", {"metadata": {"annotations": {"x": "1"}}}
+        DEPLOYMENTS, namespace, "a", {"metadata": {"labels": {"x": "1"}}}
     )
     assert noted["metadata"]["generation"] == 1
     changed = await port.patch_merge(
         DEPLOYMENTS, namespace, "a", {"spec": {"template": {"metadata": {"labels": {"b": "c"}}}}}
     )
     assert changed["metadata"]["generation"] == 2
+
+
+@case
+async def for_a_deployment_an_annotation_is_a_change_too(port: ClusterPort, namespace: str) -> None:
+    """So a fence mark has to be observed by its controller; for a StatefulSet it has not."""
+    note = {"metadata": {"annotations": {"x": "1"}}}
+    await port.create(DEPLOYMENTS, namespace, empty_deployment("a"))
+    assert (await port.patch_merge(DEPLOYMENTS, namespace, "a", note))["metadata"][
+        "generation"
+    ] == 2
+    body = empty_deployment("b") | {"apiVersion": "apps/v1", "kind": "StatefulSet"}
+    body["spec"]["serviceName"] = "b"
+    await port.create(STATEFULSETS, namespace, body)
+    assert (await port.patch_merge(STATEFULSETS, namespace, "b", note))["metadata"][
+        "generation"
+    ] == 1
 
 
 @case
@@ -241,7 +257,7 @@ async def what_the_server_owns_cannot_be_sent(port: ClusterPort, namespace: str)
     body = config("a")
     body["metadata"]["resourceVersion"] = "5"
 
-    with pytest.raises(errors.Invalid):
+    with pytest.raises(errors.KubeError):
         await port.create(CONFIGMAPS, namespace, body)
 
 

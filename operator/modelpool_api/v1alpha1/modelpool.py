@@ -41,9 +41,10 @@ ONE_REF = Rule(
     rule=f"{_COUNT} == 1",
     message="needs exactly one of inferenceServiceRef, modelDeploymentRef, deploymentRef and "
     "statefulSetRef; keep the one that runs this model, as in deploymentRef: {name: coder}",
+    # Constants, because the server cannot tell how long a number becomes as text.
     shown="'member \"' + " + _name_of("self") + " + '\" has ' + "
-    f"string({_COUNT}) + ' references; keep exactly one of inferenceServiceRef, "
-    "modelDeploymentRef, deploymentRef and statefulSetRef'",
+    f"({_COUNT} == 0 ? 'no reference' : 'more than one reference') + '; keep exactly one of "
+    "inferenceServiceRef, modelDeploymentRef, deploymentRef and statefulSetRef'",
 )
 UNIQUE_MEMBERS = Rule(
     rule=f"self.all(a, self.exists_one(b, {_name_of('a')} == {_name_of('b')}))",
