@@ -451,7 +451,8 @@ class Kubelet(Part):
 
     def _sync(self, pod: Json) -> bool:
         name, where = pod["metadata"]["name"], pod["spec"].get("nodeName")
-        if where is None or where in self.lost or name in self._broken and not is_going(pod):
+        is_broken = pod["metadata"]["uid"] in self._broken
+        if where is None or where in self.lost or is_broken and not is_going(pod):
             return False
         if is_going(pod):
             if name in self.stubborn and runs(pod):
@@ -528,7 +529,7 @@ class Kubelet(Part):
     def wait_with(self, namespace: str, name: str, reason: str, restarts: int = 0) -> None:
         """Let the container of a Pod wait: ImagePullBackOff, CrashLoopBackOff ..."""
         pod = self.cluster.must(PODS, namespace, name)
-        self._broken.add(name)
+        self._broken.add(pod["metadata"]["uid"])
         state: Json = {"waiting": {"reason": reason, "message": "simulated"}}
         container = {"name": "main", "ready": False, "restartCount": restarts, "state": state}
         if restarts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..core.events import Idleness
 from ..core.spec import MemberName
@@ -52,6 +52,28 @@ class DriverUnavailable(DriverError):
     """The platform could not be asked, or the proof could not be had; try again later."""
 
 
+@dataclass(frozen=True, slots=True)
+class SlotStanding:
+    """Whether a driver may move the slot now."""
+
+    withheld: str = ""
+    """Why not, for people, with the way out; empty when it may."""
+    aside: bool = False
+    """Somebody else was seen to hold the slot: forward nothing, believe nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMemory:
+    """What the platform remembers of the slot from before this router."""
+
+    released: bool = False
+    """It was emptied on purpose: warm nothing."""
+    prefer: MemberName | None = None
+    """Who stays when several are up."""
+
+
+StandingCallback = Callable[[SlotStanding], None]
+"""Called when the right to move the slot comes or goes."""
 LostCallback = Callable[[MemberName, str, str], None]
 """Called with (member, reason, detail) when a ready member ended without `deactivate`."""
 
@@ -110,5 +132,18 @@ class MemberDriver(Protocol):
         ...
 
     async def close(self, *, stop_members: bool) -> None:
-        """End all watching; take members down first if *stop_members*. Idempotent."""
+        """
+        End all watching; take members down first if *stop_members*. Idempotent.
+
+        Where members are objects of a platform and outlive routers, they are left as they are.
+        """
+        ...
+
+
+@runtime_checkable
+class RemembersSlot(Protocol):
+    """A driver whose platform keeps a record of the slot."""
+
+    def remembered(self) -> SlotMemory:
+        """Return what the record said when `observe` returned last."""
         ...

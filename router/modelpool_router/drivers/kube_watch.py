@@ -1,0 +1,135 @@
+"""
+Watches on everything that concerns one pool: its members, their ReplicaSets and Pods.
+
+What is seen here wakes somebody up, fails a load early or ends a belief. What starts or stops a
+member is decided on most-recent reads, never on this cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable
+
+from modelpool_kube.kinds import (
+    AUTOSCALERS,
+    DEPLOYMENTS,
+    INFERENCE_SERVICES,
+    PODS,
+    REPLICASETS,
+    Json,
+    Kind,
+)
+from modelpool_kube.port import ClusterPort
+from modelpool_kube.slotrules import is_autoscaled
+from modelpool_kube.watch import Notice, Reflector
+
+from .kube_members import KubeMember
+from .kube_pods import pods_below
+
+
+class PoolWatch:
+    """
+    Caches of one pool, kept up by tasks of its own between `start` and `close`.
+
+    Args:
+        port: The cluster.
+        members: Whom to watch.
+        notify: Called after every change, with the kind of the object.
+    """
+
+    def __init__(
+        self,
+        port: ClusterPort,
+        members: Iterable[KubeMember],
+        notify: Callable[[Kind, Notice], None],
+        *,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.members = tuple(members)
+        self._port = port
+        self._notify = notify
+        self._rng = rng
+        self._reflectors: dict[tuple[Kind, str, str], Reflector] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        for member in self.members:
+            where = member.namespace
+            self._add(member.object_kind, where, member.target)
+            if member.object_kind == INFERENCE_SERVICES:
+                self._add(DEPLOYMENTS, where, member.target)
+            if member.object_kind in (DEPLOYMENTS, INFERENCE_SERVICES):
+                self._add(REPLICASETS, where, "")
+            self._add(PODS, where, "")
+            self._add(AUTOSCALERS, where, "")
+
+    def _add(self, kind: Kind, namespace: str, name: str) -> None:
+        key = (kind, namespace, name)
+        if key not in self._reflectors:
+            self._reflectors[key] = Reflector(
+                self._port,
+                kind,
+                namespace,
+                notify=lambda notice: self._notify(kind, notice),
+                fields=f"metadata.name={name}" if name else "",
+                rng=self._rng,
+            )
+
+    def start(self) -> None:
+        """Begin to watch."""
+        loop = asyncio.get_running_loop()
+        for (kind, namespace, name), reflector in self._reflectors.items():
+            task = loop.create_task(
+                reflector.run(), name=f"watch {kind.plural} {namespace}/{name or '*'}"
+            )
+            self._tasks.add(task)
+
+    async def close(self) -> None:
+        """End all watches. Idempotent."""
+        tasks, self._tasks = self._tasks, set()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def has_seen_members(self) -> bool:
+        """Whether every member was looked for at least once."""
+        return all(
+            self._reflectors[m.object_kind, m.namespace, m.target].synced.is_set()
+            for m in self.members
+        )
+
+    def object_of(self, member: KubeMember) -> Json | None:
+        """Return the object that the pool names."""
+        return self._get(member.object_kind, member)
+
+    def owner_of(self, member: KubeMember) -> Json | None:
+        """Return the object that owns the Pods."""
+        is_service = member.object_kind == INFERENCE_SERVICES
+        return self._get(DEPLOYMENTS if is_service else member.object_kind, member)
+
+    def _get(self, kind: Kind, member: KubeMember) -> Json | None:
+        reflector = self._reflectors[kind, member.namespace, member.target]
+        return reflector.get(member.namespace, member.target)
+
+    def pods_of(self, member: KubeMember) -> list[Json]:
+        """Return the Pods of *member*, the ones that end included."""
+        return pods_below(
+            member.object_kind,
+            self.owner_of(member),
+            self._all(REPLICASETS, member.namespace),
+            self._all(PODS, member.namespace),
+        )
+
+    def pod(self, namespace: str, name: str) -> Json | None:
+        """Return a Pod by its name."""
+        reflector = self._reflectors.get((PODS, namespace, ""))
+        return None if reflector is None else reflector.get(namespace, name)
+
+    def autoscaler_of(self, member: KubeMember) -> str | None:
+        """Return the name of the HorizontalPodAutoscaler on *member*, if there is one."""
+        found = tuple(self._all(AUTOSCALERS, member.namespace))
+        return is_autoscaled(member.slot_member, found)
+
+    def _all(self, kind: Kind, namespace: str) -> list[Json]:
+        reflector = self._reflectors.get((kind, namespace, ""))
+        return [] if reflector is None else list(reflector.items.values())
