@@ -13,16 +13,15 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
-import ssl
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import aiohttp
 
+from . import credentials
+from .credentials import Credentials
 from .errors import (
     Gone,
     KubeError,
@@ -33,10 +32,8 @@ from .errors import (
     from_status,
 )
 from .kinds import Json, Kind
-from .port import Change, Listing, WatchEvent
-
-if TYPE_CHECKING:
-    from kubernetes_asyncio.client import Configuration
+from .port import Listing, WatchEvent
+from .wire import Lines, answer, event
 
 log = logging.getLogger(__name__)
 
@@ -48,56 +45,29 @@ CALL_TIMEOUT_S = 10.0
 """Longest wait for the answer to one call; lists of thousands of objects fit."""
 WATCH_MARGIN_S = 15.0
 """How much longer than the server's own limit a watch may be silent until it counts as dead."""
-TOKEN_AGE_S = 60.0
-"""How old a token file may be in memory; the kubelet rotates it hourly."""
 PAGE = 500
 LIST_ATTEMPTS = 3
 RENEWAL_PAUSE_S = 30.0
 """Least time between two attempts to find a new certificate authority."""
-_LINE_LIMIT = 16 * 1024 * 1024
-"""Longest watch event; etcd takes 1.5 MiB by default."""
 _WRITES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
-
-
-class Credentials(Protocol):
-    """Where the server is and what it wants to see of us."""
-
-    host: str
-
-    async def headers(self) -> Mapping[str, str]:
-        """Return the headers that say who we are."""
-        ...
-
-    async def reload(self) -> None:
-        """Read files and plugins again, because what we showed was not accepted."""
-        ...
-
-    def tls(self) -> ssl.SSLContext | None:
-        """Return a fresh TLS context, made from the files as they are now."""
-        ...
-
-    server_name: str | None
-    """Name to expect in the server's certificate, when it is not the host's."""
-    proxy: str | None
-    """Proxy that the kubeconfig names, if any."""
 
 
 class KubeClient:
     """
-    The API server behind *credentials*; a `port.ClusterPort`.
+    The API server behind the credentials *found*; a `port.ClusterPort`.
 
     Made by `connect`. Must be closed.
     """
 
     def __init__(
         self,
-        credentials: Credentials,
+        found: Credentials,
         *,
         manager: str,
         call_timeout_s: float = CALL_TIMEOUT_S,
         trust_env: bool = False,
     ) -> None:
-        self._credentials = credentials
+        self._credentials = found
         self._manager = manager
         self._call_timeout_s = call_timeout_s
         self._trust_env = trust_env
@@ -172,7 +142,7 @@ class KubeClient:
         # The server ends the watch; this limit is for one that cannot tell us so any more. It is
         # around our own waiting alone: what the caller does between two events is no silence.
         deadline = asyncio.get_running_loop().time() + timeout_s + WATCH_MARGIN_S
-        lines = _Lines(call)
+        lines = Lines(call)
         try:
             async with contextlib.AsyncExitStack() as stack:
                 async with asyncio.timeout(self._call_timeout_s):
@@ -186,7 +156,7 @@ class KubeClient:
                     if not chunk:
                         return
                     for line in lines.feed(chunk):
-                        yield _event(line, call)
+                        yield event(line, call)
         except TimeoutError:
             raise Timeout("the watch fell silent", call=call) from None
         except aiohttp.ClientSSLError as error:
@@ -340,7 +310,7 @@ class KubeClient:
             raise silent(f"no answer within {self._call_timeout_s:g} s", call=call) from None
         except (aiohttp.ClientError, OSError) as error:
             raise broken(_said(error), call=call) from error
-        return _answer(response, raw, call=call, is_write=is_write)
+        return answer(response, raw, call=call, is_write=is_write)
 
     async def _open(
         self,
@@ -425,122 +395,6 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _answer(response: aiohttp.ClientResponse, raw: bytes, *, call: str, is_write: bool) -> Json:
-    if not 200 <= response.status <= 299:
-        raise from_status(
-            response.status,
-            raw,
-            call=call,
-            is_write=is_write,
-            retry_after_s=_retry_after(response.headers.get("Retry-After")),
-        )
-    try:
-        found = json.loads(raw)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        # Some proxy's page.
-        kind = Unanswered if is_write else Unavailable
-        raise kind("the answer is not a JSON object", code=response.status, call=call)
-    if found.get("kind") == "Status" and found.get("status") == "Failure":
-        code = found.get("code")
-        raise from_status(code if isinstance(code, int) else 500, raw, call=call, is_write=is_write)
-    return found
-
-
-def _retry_after(text: str | None) -> float | None:
-    return float(text) if text is not None and text.isascii() and text.isdigit() else None
-
-
-class _Lines:
-    """Cuts a stream into lines; the reader's own `readline` gives up on long ones."""
-
-    def __init__(self, call: str) -> None:
-        self._call = call
-        self._rest = bytearray()
-
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield the lines that *chunk* completes. A line cut off at the end is in the next list."""
-        self._rest += chunk
-        *whole, rest = self._rest.split(b"\n") if b"\n" in chunk else (self._rest,)
-        self._rest = rest
-        if len(rest) > _LINE_LIMIT:
-            raise Unavailable("a watch event is longer than 16 MiB", call=self._call)
-        for line in whole:
-            if line.strip():
-                yield bytes(line)
-
-
-def _event(line: bytes, call: str) -> WatchEvent:
-    try:
-        raw = json.loads(line)
-        kind, obj = raw["type"], raw["object"]
-    except (ValueError, TypeError, KeyError):
-        raise Unavailable("the watch sent something that is no event", call=call) from None
-    if kind == "ERROR":
-        code = obj.get("code") if isinstance(obj, dict) else None
-        status = json.dumps(obj).encode()
-        raise from_status(code if isinstance(code, int) else 500, status, call=call, is_write=False)
-    if kind not in Change.__members__ or not isinstance(obj, dict):
-        raise Unavailable(f"the watch sent an event of type {kind!r}", call=call)
-    return WatchEvent(Change(kind), obj)
-
-
-class _FoundCredentials:
-    """Credentials as kubernetes-asyncio loads them from a kubeconfig or inside a Pod."""
-
-    def __init__(
-        self,
-        configuration: Configuration,
-        load: Callable[[Configuration], Awaitable[None]],
-        *,
-        refresh: bool,
-    ) -> None:
-        self._configuration = configuration
-        self._load = load
-        self._refresh = refresh
-        self._loaded_at = time.monotonic()
-        self.host = str(configuration.host).rstrip("/")
-        self.server_name: str | None = configuration.tls_server_name or None
-        self.proxy: str | None = configuration.proxy or None
-
-    async def headers(self) -> Mapping[str, str]:
-        """Return the Authorization header, from a token file at most a minute old."""
-        if self._refresh and time.monotonic() - self._loaded_at > TOKEN_AGE_S:
-            await self.reload()
-        token = self._configuration.api_key.get("BearerToken")
-        # Token files end with a line end now and then, which no header may.
-        return {"Authorization": str(token).strip()} if token else {}
-
-    async def reload(self) -> None:
-        """Run the loader again. Raises Unavailable."""
-        await self._load(self._configuration)
-        self._loaded_at = time.monotonic()
-
-    def tls(self) -> ssl.SSLContext | None:
-        """Return a TLS context as the configuration wants it; None for plain http."""
-        found = self._configuration
-        if not self.host.startswith("https:"):
-            return None
-        context = ssl.create_default_context(cafile=found.ssl_ca_cert)
-        if found.cert_file:
-            context.load_cert_chain(found.cert_file, keyfile=found.key_file)
-        if not found.verify_ssl:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        # Clusters with certificates of their own making often lack a key identifier, which
-        # Python's strict mode insists on and no other client of theirs does.
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-        return context
-
-
-TOKEN_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-
-
-def _is_in_pod() -> bool:
-    return TOKEN_FILE.exists() and not os.environ.get("KUBECONFIG")
-
-
 async def connect(
     *,
     manager: str,
@@ -563,43 +417,9 @@ async def connect(
     Raises:
         Unavailable: there are no usable credentials, or the extra is not installed.
     """
-    try:
-        # Late: it costs most of a second and 70 MB, which nobody without a cluster should pay.
-        import yaml  # comes with it
-        from kubernetes_asyncio import config
-        from kubernetes_asyncio.client import Configuration
-    except ImportError as error:
-        raise Unavailable(
-            "the Kubernetes client is not installed; pip install 'modelpool[kubernetes]'"
-        ) from error
-
-    in_pod = kubeconfig is None and context is None and _is_in_pod()
-    path = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
-
-    where = "in this Pod" if in_pod else f"in {path}"
-    broken = (config.ConfigException, OSError, ValueError, KeyError, TypeError, yaml.YAMLError)
-
-    async def load(configuration: Configuration) -> None:
-        try:
-            if in_pod:
-                config.load_incluster_config(configuration, try_refresh_token=False)
-            else:
-                await config.load_kube_config(
-                    config_file=path,
-                    context=context,
-                    client_configuration=configuration,
-                    persist_config=False,
-                )
-        except broken as error:
-            raise Unavailable(f"no usable credentials {where}: {error}") from error
-
-    configuration = Configuration()
-    await load(configuration)
-    credentials = _FoundCredentials(configuration, load, refresh=in_pod)
-    try:
-        credentials.tls()  # a missing or broken file is to be noticed now
-    except (OSError, ValueError) as error:
-        raise Unavailable(f"no usable credentials {where}: {error}") from error
     return KubeClient(
-        credentials, manager=manager, call_timeout_s=call_timeout_s, trust_env=trust_env
+        await credentials.find(kubeconfig, context),
+        manager=manager,
+        call_timeout_s=call_timeout_s,
+        trust_env=trust_env,
     )

@@ -486,7 +486,7 @@ def in_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
     monkeypatch.delenv("KUBECONFIG", raising=False)
-    monkeypatch.setattr("modelpool_kube.client.TOKEN_FILE", token)
+    monkeypatch.setattr("modelpool_kube.credentials.TOKEN_FILE", token)
     monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
     yield token
@@ -500,12 +500,12 @@ async def test_inside_a_pod_a_broken_certificate_file_is_noticed_at_once(in_pod:
 async def test_inside_a_pod_the_token_file_is_read_every_minute(
     in_pod: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("modelpool_kube.client._FoundCredentials.tls", lambda self: None)
+    monkeypatch.setattr("modelpool_kube.credentials._FoundCredentials.tls", lambda self: None)
     async with await connect(manager="tests") as client:
         first = await client._credentials.headers()
         in_pod.write_text("two\n", "utf-8")
         young = await client._credentials.headers()
-        monkeypatch.setattr("modelpool_kube.client.TOKEN_AGE_S", 0.0)
+        monkeypatch.setattr("modelpool_kube.credentials.TOKEN_AGE_S", 0.0)
         old = await client._credentials.headers()
 
     assert client._credentials.host == "https://127.0.0.1:6443"
