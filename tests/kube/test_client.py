@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Iterator
+import ssl
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+import tlspair
 from apistub import StubCredentials, answer, cut, failure, stream, stub
 from modelpool_kube import errors
 from modelpool_kube.client import KubeClient, connect
@@ -438,6 +441,56 @@ async def test_a_watch_that_is_left_closes_its_connection() -> None:
                 break
         async with asyncio.timeout(5):
             await closed.wait()
+
+
+@contextlib.asynccontextmanager
+async def secured(app: web.Application) -> AsyncIterator[TestServer]:
+    """Serve *app* with a certificate that only tests trust."""
+    server = TestServer(app, scheme="https")
+    await server.start_server(ssl=tlspair.server_context())
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+class RotatedAuthority(StubCredentials):
+    """Trusts the authority of the server only after its files were read again."""
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Return a context made from the files as they are."""
+        return tlspair.client_context() if self.reloads else ssl.create_default_context()
+
+
+async def test_a_rotated_certificate_authority_is_found_and_nothing_was_sent_before() -> None:
+    asked: list[str] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        asked.append(request.method)
+        return answer(POD)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    async with secured(app) as server:
+        credentials = RotatedAuthority(f"https://localhost:{server.port}")
+        async with KubeClient(credentials, manager="tests") as client:
+            with pytest.raises(errors.Unavailable, match="ertificate"):
+                await client.create(PODS, "lab", POD)
+            assert asked == []
+            assert await client.create(PODS, "lab", POD) == POD
+            assert credentials.reloads == 1
+
+
+async def test_an_authority_that_stays_wrong_is_not_looked_for_all_the_time() -> None:
+    app = web.Application()
+    async with secured(app) as server:
+        credentials = StubCredentials(f"https://localhost:{server.port}")
+        async with KubeClient(credentials, manager="tests") as client:
+            for _ in range(5):
+                with pytest.raises(errors.Unavailable):
+                    await client.get(PODS, "lab", "a")
+
+    assert credentials.reloads == 1
 
 
 KUBECONFIG = """
