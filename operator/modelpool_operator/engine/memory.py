@@ -92,7 +92,9 @@ class ScaleMemory:
             after = _Seen(each.mark, each.wants)
             if before is not None:
                 after.changes = before.changes
-                if is_quiet and before.mark == after.mark and before.wants != after.wants:
+                # Before there is a mark nobody has said that replicas are a pool's.
+                is_kept = after.mark is not None and before.mark == after.mark
+                if is_quiet and is_kept and before.wants != after.wants:
                     after.changes = before.changes.another(now)
             found[each.name] = after
         self._seen = found

@@ -151,13 +151,18 @@ def _who_stays(
     seen: ObservedPool, up: Sequence[ObservedMember], record: SlotRecord
 ) -> ObservedMember:
     names = {each.name: each for each in up}
-    if record.phase is Phase.LOADING and record.target in names:
-        return names[record.target]
-    before = record.owner or (seen.pool.status and seen.pool.status.resident_member)
+    status = seen.pool.status
+    before = record.owner or (status.resident_member if status else None)
+    announced = names.get(record.target or "") if record.phase is Phase.LOADING else None
+    if announced is not None:
+        has_landed = status is not None and status.resident_member == announced.name
+        if seen.was_routed or not has_landed:
+            return announced
+        before = announced.name
     if not seen.was_routed and before in names:
         # Scaled up by hand where no router takes requests: that is how it is asked for.
         fresh = [each for each in up if each.name != before]
-        pending = seen.pool.status.pending_member if seen.pool.status else None
+        pending = status.pending_member if status else None
         return next((each for each in fresh if each.name == pending), fresh[0])
     for name in (before, seen.default):
         if name in names:
