@@ -92,6 +92,22 @@ async def test_a_stopped_engine_is_replaced(
         assert await router.metric("modelpool_resident_lost_total", member="alpha") == 1
 
 
+async def test_a_stopped_engine_that_nobody_uses_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one who waits for another member is what finds out."""
+    monkeypatch.setattr(process, "_PROBE_S", 0.3)
+    keys = {"stopGrace": "200ms", "killGrace": "200ms"}
+    rules = {"hungAfter": "600ms", "healthInterval": "100ms"}
+    async with served_here(
+        tmp_path, pool(member("alpha", keys=keys), member("beta"), **rules)
+    ) as router:
+        await router.answered("alpha")
+        os.kill(router.members.events("start", "alpha")[0]["pid"], signal.SIGSTOP)
+        await router.answered("beta")
+        assert await router.metric("modelpool_resident_lost_total", member="alpha") == 1
+
+
 async def test_a_stream_that_stops_is_ended(tmp_path: Path) -> None:
     async with served_here(
         tmp_path, pool(member("alpha"), member("beta")), readStall="300ms"

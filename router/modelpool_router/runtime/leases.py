@@ -8,6 +8,7 @@ happened: a grant can land in the very tick that cancels its waiter.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ class Lease:
 
     Attributes:
         moved_at: When a byte of this exchange last moved (loop time); whoever forwards sets it.
+            A grant moves nothing: an engine that hangs is lent again and again.
         on_break: Called with a reason when the scheduler ends the lease; whoever forwards sets it.
         broken: Why the lease was ended by the scheduler, or ''.
     """
@@ -60,7 +62,7 @@ class Lease:
         self.endpoint = endpoint
         self.epoch = Epoch(0)
         self.granted_at = now
-        self.moved_at = now
+        self.moved_at = -math.inf
         self.on_break: Callable[[str], None] | None = None
         self.broken = ""
 
@@ -151,6 +153,8 @@ class LeaseScope:
         pool, waiter, ticket = self._pool, self._waiter, self._arrival.ticket
         if pool.waiters.pop(ticket, None) is None or waiter.refusal is not None:
             return
+        if waiter.lease is not None and waiter.lease.moved_at > pool.moved_at:
+            pool.moved_at = waiter.lease.moved_at
         pool.tell(Finished(ticket) if waiter.grant is not None else Departed(ticket))
 
 
@@ -178,4 +182,4 @@ async def requeued(pool: PoolRuntime, lease: Lease) -> None:
     assert grant is not None
     lease.endpoint = pool.endpoints[grant.member]
     lease.epoch = grant.epoch
-    lease.granted_at = lease.moved_at = pool.loop.time()
+    lease.granted_at = pool.loop.time()

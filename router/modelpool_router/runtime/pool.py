@@ -10,6 +10,7 @@ the one readable place where that promise is kept.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,9 @@ from ..core.events import (
     Observed,
     Reconfigured,
     ResidentLost,
+    SlotRegained,
+    SlotWithheld,
+    SteppedAside,
     Tick,
     Unloaded,
     UnloadFailed,
@@ -49,7 +53,14 @@ from ..core.events import (
 from ..core.scheduler import Scheduler
 from ..core.spec import Epoch, HoldLedger, MemberName, PoolName, PoolSpec, Ticket
 from ..core.view import PoolView, SlotState
-from ..drivers.base import ActivationFailed, DriverUnavailable, Endpoint, MemberDriver
+from ..drivers.base import (
+    ActivationFailed,
+    DriverUnavailable,
+    Endpoint,
+    MemberDriver,
+    RemembersSlot,
+    SlotStanding,
+)
 from .leases import Lease, LeaseScope, Waiter, requeued
 from .tasks import TaskSet
 
@@ -96,6 +107,8 @@ class PoolRuntime:
         self.swap_lock = asyncio.Lock()
         self.waiters: dict[Ticket, Waiter] = {}
         self.endpoints: dict[MemberName, Endpoint] = {}
+        self.moved_at = -math.inf
+        """When a byte of an exchange that is over last moved."""
         self.driver = make_driver(self._member_lost)
         self._tickets = tickets
         self._listener = listener
@@ -113,6 +126,8 @@ class PoolRuntime:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = TaskSet(f"pool {spec.name}")
         self._cancel_load: Callable[[], bool] | None = None
+        self._cancel_unload: Callable[[], bool] | None = None
+        self._is_observing = False
         self._cold = asyncio.Event()
         self._cold.set()
 
@@ -168,6 +183,18 @@ class PoolRuntime:
             self._timer = None
         await self._tasks.cancel()
         await self.driver.close(stop_members=stop_members)
+
+    def stand(self, standing: SlotStanding) -> None:
+        """Take in whether the slot may be moved; for drivers that can lose the right to."""
+        if not standing.aside:
+            self.tell(SlotWithheld(standing.withheld) if standing.withheld else SlotRegained())
+            return
+        self.tell(SteppedAside(standing.withheld))
+        for cancel in (self._cancel_load, self._cancel_unload):
+            if cancel is not None:
+                cancel()
+        if not self._is_observing and not self._tasks.closing:
+            self._tasks.start(self._observe(), "observe")
 
     async def until_cold(self) -> None:
         """Return when nothing is up; for a pool that was removed."""
@@ -242,7 +269,9 @@ class PoolRuntime:
                 if self._cancel_load is not None:
                     self._cancel_load()
             case Unload(member, epoch):
-                self._tasks.start(self._unload(member, epoch), f"unload {member}")
+                self._cancel_unload = self._tasks.start(
+                    self._unload(member, epoch), f"unload {member}"
+                )
             case ProbeIdle(member, probe):
                 self._tasks.start(self._probe(member, probe), f"probe {member}")
             case Check(member, epoch):
@@ -266,15 +295,23 @@ class PoolRuntime:
 
     async def _observe(self) -> None:
         up: Mapping[MemberName, Endpoint] | None = None
-        while up is None:
-            try:
-                up = await self.driver.observe()
-            except DriverUnavailable as error:
-                log.warning("observing failed", pool=self.name, detail=str(error))
-                await asyncio.sleep(OBSERVE_RETRY_S)
+        self._is_observing = True
+        try:
+            while up is None:
+                try:
+                    up = await self.driver.observe()
+                except DriverUnavailable as error:
+                    log.warning("observing failed", pool=self.name, detail=str(error))
+                    await asyncio.sleep(OBSERVE_RETRY_S)
+        finally:
+            self._is_observing = False
         self.endpoints.update(up)
-        self._epoch = Epoch(1)
-        self.tell(Observed(tuple(up), released=self._released))
+        released, prefer = self._released, None
+        if isinstance(self.driver, RemembersSlot):
+            memory = self.driver.remembered()
+            released, prefer = memory.released, memory.prefer
+        self.tell(Observed(tuple(up), released=released, prefer=prefer))
+        self._epoch = self.view().epoch
 
     async def _load(self, member: MemberName, epoch: Epoch) -> None:
         event: Event
@@ -368,11 +405,13 @@ class PoolRuntime:
                 continue
             moved_at = max(
                 (w.lease.moved_at for w in self.waiters.values() if w.lease is not None),
-                default=self.loop.time(),
+                default=-math.inf,
             )
-            leases_stand = moved_at <= looked_at
+            moved_at = max(moved_at, self.moved_at)
+            # Nothing moves in an idle resident either: it may hang as well as a busy one.
+            stands = moved_at <= looked_at
             looked_at = self.loop.time()
-            healthy = not leases_stand or await self._is_ready(member)
+            healthy = not stands or await self._is_ready(member)
             spec = self.spec.members.get(member)
             if not healthy and spec is not None and spec.has_idle_probe:
                 try:

@@ -258,9 +258,10 @@ class Exchange:
             if done.done():
                 return
             connection.write(piece)
-            self._lease.moved_at = self._loop.time()
             if connection.write_paused:
                 await connection.drained()
+                # What the kernel still holds back, no member has taken.
+                self._lease.moved_at = self._loop.time()
         connection.request_sent = True
         if self._relaying:
             body.close()

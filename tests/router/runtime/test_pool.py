@@ -296,6 +296,46 @@ async def test_a_resident_that_hangs_is_ended_and_loaded_afresh() -> None:
         assert b.driver.count("activate", A) == 2
 
 
+async def test_an_idle_resident_that_hangs_gives_way_to_who_waits() -> None:
+    async with bench(hung_after_s=20.0) as b:
+        await b.use(A, 0.1)
+        await asyncio.sleep(100.0)
+        b.driver.behaviours[A].ready = False
+        b.driver.behaviours[A].idle = Idleness.UNREACHABLE
+        await b.use(B, 0.1)
+
+        assert NoteKind.RESIDENT_LOST in b.kinds()
+        assert b.driver.count("activate", B) == 1
+
+
+async def test_a_resident_that_hangs_is_ended_although_clients_keep_coming() -> None:
+    """Each is lent the resident, hears nothing and gives up: none of that is progress."""
+    async with bench(hung_after_s=20.0) as b:
+        await b.use(A, 0.1)
+        await asyncio.sleep(100.0)
+        b.driver.behaviours[A].ready = False
+        b.driver.behaviours[A].idle = Idleness.UNREACHABLE
+        for _ in range(30):
+            await b.use(A, 1.0)
+
+        assert NoteKind.RESIDENT_LOST in b.kinds()
+
+
+async def test_short_answers_between_two_looks_are_progress() -> None:
+    """An engine with one thread is too busy for probes, and works."""
+    async with bench(hung_after_s=20.0) as b:
+        b.driver.behaviours[A].ready = False
+        b.driver.behaviours[A].idle = Idleness.UNREACHABLE
+        for _ in range(50):
+            async with b.pool.lease(A, deadline=b.deadline(), key=None) as lease:
+                lease.moved_at = b.pool.loop.time()
+            await asyncio.sleep(1.0)
+        b.driver.behaviours[A].ready = True
+        b.driver.behaviours[A].idle = Idleness.IDLE
+
+        assert NoteKind.RESIDENT_LOST not in b.kinds()
+
+
 async def test_traffic_that_moves_is_proof_enough_of_health() -> None:
     async with bench(hung_after_s=20.0) as b:
         async with b.pool.lease(A, deadline=b.deadline(), key=None) as lease:
