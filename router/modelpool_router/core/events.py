@@ -181,6 +181,18 @@ class SlotRegained:
 
 
 @dataclass(frozen=True, slots=True)
+class SteppedAside:
+    """
+    Another router was seen to hold the slot: nothing that is believed of it counts any more.
+
+    As before `Observed`, which has to follow once the slot is ours again; withheld until
+    `SlotRegained`. Answers under way go on.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reconfigured:
     """The pool's rules or members changed."""
 
@@ -217,6 +229,7 @@ Event = (
     | Resumed
     | SlotWithheld
     | SlotRegained
+    | SteppedAside
     | Reconfigured
     | Stopping
     | Tick

@@ -69,6 +69,7 @@ from .events import (
     Resumed,
     SlotRegained,
     SlotWithheld,
+    SteppedAside,
     Stopping,
     Tick,
     UnloadAsked,
@@ -191,6 +192,8 @@ class Scheduler(Lending):
                     self._refuse(hold, RefusalCode.SLOT_UNAVAILABLE, now, reason=reason)
             case SlotRegained():
                 self._withheld = ""
+            case SteppedAside(reason):
+                self._step_aside(reason, now)
             case Reconfigured(spec):
                 self._reconfigured(spec, now)
             case Stopping():
@@ -312,6 +315,29 @@ class Scheduler(Lending):
         self._intruders = [m for m in up if m != keep]
         self._epoch = Epoch(self._epoch + 1)
         self._land(keep, now)
+
+    def _step_aside(self, reason: str, now: float) -> None:
+        """Believe nothing of the slot any more; leases that are out end by themselves."""
+        self._withheld = reason
+        for hold in list(self._holds.values()):
+            self._refuse(hold, RefusalCode.SLOT_UNAVAILABLE, now, reason=reason)
+        self._ghosts.clear()
+        self._intruders.clear()
+        self._evicting = self._evict_probe = None
+        self._evict_unasked.clear()
+        self._closing = None
+        self._unload_retry_at = None
+        self._unload_asked_at = None
+        self._turn_ends_at = None
+        self._turn_over = ""
+        self._deferred_reason = ""
+        self._deferred_until = -math.inf
+        self._suspect = False
+        self._lent = 0
+        self._swap = None
+        self._owed = self._restore = self._last_good = None
+        self._warm = True
+        self._enter(SlotState.STARTING, None, now)
 
     def _loaded(self, event: Loaded, now: float) -> None:
         if not self._awaits(SlotState.LOADING, event.member, event.epoch):

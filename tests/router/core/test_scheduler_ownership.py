@@ -518,3 +518,49 @@ def test_a_landing_that_crosses_its_own_cancellation_counts() -> None:
     slot.loaded()
 
     assert slot.granted(ticket) == 20.0
+
+
+def test_who_steps_aside_forwards_nothing_and_looks_afresh_when_the_slot_is_its_own_again() -> None:
+    slot = Slot(pool(), up=(A,))
+    running = slot.come(A)
+    slot.at(1.0).tell(e.SteppedAside("router-2 holds the slot"))
+    late = slot.at(2.0).come(A)
+    slot.finish(running)
+
+    refusal = slot.refused(late)
+    assert refusal is not None
+    assert refusal[1].code is c.RefusalCode.SLOT_UNAVAILABLE
+    assert refusal[1].reason == "router-2 holds the slot"
+    assert slot.view().state is SlotState.STARTING
+    slot.at(3.0).tell(e.SlotRegained())
+    early = slot.come(B)
+    slot.tell(e.Observed((B,)))
+
+    assert slot.granted(early) == 3.0
+    assert slot.view().in_flight == 1
+
+
+def test_a_report_from_before_it_stepped_aside_is_of_no_life_any_more() -> None:
+    slot = Slot(pool())
+    slot.come(A)
+    load = slot.last(c.Load)
+    slot.tell(e.SteppedAside("router-2 holds the slot"))
+
+    slot.tell(e.Loaded(A, load.epoch))
+    slot.tell(e.LoadFailed(A, load.epoch, "driver_unavailable"))
+
+    assert slot.view().state is SlotState.STARTING
+    assert slot.view().resident is None
+    assert slot.unloads() == []
+
+
+def test_a_swap_under_way_is_forgotten_when_it_steps_aside() -> None:
+    slot = Slot(pool(), up=(A, B))
+    slot.come(C)
+    slot.tell(e.SteppedAside("router-2 holds the slot"))
+
+    slot.answer()
+    slot.at(900.0)
+
+    assert slot.unloads() == []
+    assert slot.scheduler.next_deadline() is None
