@@ -677,6 +677,17 @@ CASES: dict[str, tuple[str, Problem]] = {
             "remove the tag",
         ),
     ),
+    "a tag of a list": (
+        in_member("models: !secret [b]"),
+        Problem(
+            "pool.yaml",
+            6,
+            17,
+            "pools[0].members[0].models",
+            "the tag !secret is not known",
+            "remove the tag",
+        ),
+    ),
     "a list in a list": (
         in_member("models: [[a]]"),
         Problem(
@@ -759,6 +770,14 @@ def test_anchors_that_expand_without_end_are_stopped() -> None:
     reasons = {problem.reason for problem in problems_of("\n".join(lines) + "\n")}
 
     assert "the file has too many values" in reasons
+
+
+@pytest.mark.parametrize("levels", [60, 5000])
+def test_depth_without_end_is_stopped(levels: int) -> None:
+    """A file that only upsets the reader must not end the task that reloads."""
+    problems = problems_of("pools: " + "[" * levels + "]" * levels)
+
+    assert "the file is nested too deeply" in {problem.reason for problem in problems}
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ Path_ = tuple[str | int, ...]
 
 _NODE_LIMIT = 100_000
 """Anchors can make a short file expand without end; no real configuration comes near."""
+_DEEPEST = 50
+"""Levels; a real configuration has eight."""
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -90,6 +92,9 @@ def read_yaml(text: str, source: Source) -> tuple[dict[str, Any], list[Problem]]
         # The reader's own complaint about control characters; it knows no line.
         reason = str(error).splitlines()[0]
         return {}, [Problem(source.file, None, None, "", reason, "remove the character")]
+    except RecursionError:
+        reason = "the file is nested too deeply"
+        return {}, [Problem(source.file, None, None, "", reason, "close what was opened")]
     if node is None:
         return {}, []
     reader = _Reader(source)
@@ -141,6 +146,9 @@ class _Reader:
             if self._count == _NODE_LIMIT + 1:
                 self.report(node, path, "the file has too many values", "use fewer anchors")
             return None
+        if len(self._open) >= _DEEPEST:
+            self.report(node, path[:2], "the file is nested too deeply", "close what was opened")
+            return None
         self._open.add(id(node))
         try:
             return self._value(node, path)
@@ -148,6 +156,8 @@ class _Reader:
             self._open.discard(id(node))
 
     def _value(self, node: Node, path: Path_) -> Any:
+        if not isinstance(node, ScalarNode) and node.tag not in (_TAG + "map", _TAG + "seq"):
+            self.report(node, path, f"the tag {node.tag} is not known", "remove the tag")
         if isinstance(node, MappingNode):
             return self._mapping(node, path)
         if isinstance(node, SequenceNode):
