@@ -25,8 +25,9 @@ SPEC_HASH_ANNOTATION = f"{GROUP}/spec-hash"
 """On what we render: digest of the render, so that drift is seen without comparing defaults."""
 COMMAND_MODE_ANNOTATION = f"{GROUP}/command-mode"
 """On Pods of a ModelDeployment: ``managed`` or ``takeover``."""
-PLACEMENT_ANNOTATION = f"{GROUP}/placement"
-"""On Pods of a ModelDeployment: instance type and share of it that they were made for."""
+ACCEPTED_ANNOTATION = f"{GROUP}/accepted"
+"""On a ModelDeployment, JSON by role: what of its InstanceType was last accepted. A later change of
+the type does not bar other edits of the role."""
 
 # Labels of ours
 POOL_LABEL = f"{GROUP}/pool"

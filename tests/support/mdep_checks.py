@@ -153,8 +153,9 @@ class Checks:
                     self._on_create(after)
             if by_operator and write.verb in ("delete", "remove") and before is not None:
                 self._may_delete_pod(before)
-            if before is not None and after is not None and gated(before) and not gated(after):
-                self._on_ungate(after)
+            if write.actor == "kueue" and before is not None and after is not None:
+                if gated(before) and not gated(after):
+                    self._on_ungate(after)
             if after is not None:
                 self._routes_well(after)
             self._peers_are_there()
@@ -308,8 +309,10 @@ class Checks:
         if labels_of(pod).get(ROUTING_LABEL) != "true":
             return
         self.checked["I8"] += 1
-        words = [*pod["spec"]["containers"][0].get("args", ())]
-        all_answer = any(word.startswith("--data-parallel-") for word in words)
+        container = pod["spec"]["containers"][0]
+        all_answer = any(
+            word.startswith("--data-parallel-") for word in container.get("args", ())
+        ) or any(each["name"] == "VLLM_DP_RANK" for each in container.get("env", ()))
         index = labels_of(pod).get(MEMBER_INDEX_LABEL)
         if total_of(pod) > 1 and index != "0" and not all_answer:
             self._fail("I8", f"{pod['metadata']['name']} answers and is no leader")

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from mdep_checks import OPERATOR, Checks, ordinal_of, role_of
-from memcluster import MemCluster, MemPort, copied
+from memcluster import Admit, MemCluster, MemPort, copied
 from memkueue import GROUP, Garbage, Kueue, Node, condition, going
 from modelpool_api.names import REPLACEMENTS_ANNOTATION, ROUTING_LABEL, group_name
 from modelpool_kube.errors import KubeError
@@ -52,8 +52,17 @@ def instance_type(queue: str | None, *, cards: bool = True, **spec: Any) -> Json
 class Lab:
     """A cluster, what moves in it, and an operator."""
 
-    def __init__(self, *roles: Json, cards: int = 100, admits: bool = True, **spec: Any) -> None:
+    def __init__(
+        self,
+        *roles: Json,
+        cards: int = 100,
+        admits: bool = True,
+        admit: Admit | None = None,
+        **spec: Any,
+    ) -> None:
         self.cluster = MemCluster()
+        if admit is not None:
+            self.cluster.admit[MODEL_DEPLOYMENTS] = admit
         self.kueue = Kueue(self.cluster)
         self.kueue.may_admit = admits
         self.node = Node(self.cluster)

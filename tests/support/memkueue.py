@@ -213,7 +213,7 @@ class Kueue(Stepper):
         pods = [pod for pod in pods if is_runnable(pod)]
         totals = {pod["metadata"]["annotations"][TOTAL] for pod in pods}
         queues = {labels_of(pod)[QUEUE] for pod in pods}
-        if len(totals) != 1 or len(queues) != 1:
+        if len(totals) != 1 or len(queues) != 1 or not next(iter(totals)).isdigit():
             return False
         total = int(next(iter(totals)))
         if len(pods) < total:
@@ -251,9 +251,10 @@ class Kueue(Stepper):
         if not pods:
             return False
         meta = workload["metadata"]
-        totals = {int(pod["metadata"]["annotations"][TOTAL]) for pod in pods}
-        if len(totals) == 1 and len(pods) > next(iter(totals)):
-            return self._trim(pods, next(iter(totals)))
+        totals = {pod["metadata"]["annotations"][TOTAL] for pod in pods}
+        total = next(iter(totals))
+        if len(totals) == 1 and total.isdigit() and len(pods) > int(total):
+            return self._trim(pods, int(total))
         there = {each["name"]: each.get("count", 1) for each in workload["spec"]["podSets"]}
         wanted = pod_sets_of(pods)
         if all(each["count"] <= there.get(each["name"], 0) for each in wanted):

@@ -8,20 +8,20 @@ role must not bar an edit of something else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping
 
+from modelpool_api.names import ACCEPTED_ANNOTATION
 from modelpool_api.v1alpha1.instancetype import InstanceType
 from modelpool_api.v1alpha1.modeldeployment import EngineName, ModelDeployment, Role
 
 from .command import owned_flag, port_flag
 from .render import asks_for_slice, cards, placement
-from .sight import Member
 
 
-def problems(
-    deployment: ModelDeployment, types: Mapping[str, InstanceType], members: Sequence[Member]
-) -> list[str]:
+def problems(deployment: ModelDeployment, types: Mapping[str, InstanceType]) -> list[str]:
     """Return what is wrong with the specification; while anything is, nothing is changed."""
+    accepted = _accepted(deployment)
     found: list[str] = []
     for number, role in enumerate(deployment.spec.roles):
         at = f"spec.roles[{number}]"
@@ -29,11 +29,28 @@ def problems(
         kind = types.get(role.instance_type)
         if kind is None:
             continue  # the render says so
-        wish = placement(role, kind)
-        if any(member.role == role.name and member.placement == wish for member in members):
+        if accepted.get(role.name) == placement(role, kind):
             continue
         found += _resources(deployment, role, kind, at)
     return found
+
+
+def accept(deployment: ModelDeployment, types: Mapping[str, InstanceType]) -> str:
+    """Return what is remembered of a specification without problems; the same for the same one."""
+    found = {
+        role.name: placement(role, types[role.instance_type])
+        for role in deployment.spec.roles
+        if role.instance_type in types
+    }
+    return json.dumps(found, sort_keys=True, separators=(",", ":"))
+
+
+def _accepted(deployment: ModelDeployment) -> dict[str, object]:
+    try:
+        found = json.loads(deployment.metadata.annotations.get(ACCEPTED_ANNOTATION, "{}"))
+    except ValueError:
+        return {}  # then everything is judged again
+    return found if isinstance(found, dict) else {}
 
 
 def _commands(deployment: ModelDeployment, role: Role, at: str) -> Iterator[str]:

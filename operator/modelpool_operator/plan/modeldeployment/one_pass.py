@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from modelpool_api.meta import timestamp
 from modelpool_api.names import (
+    ACCEPTED_ANNOTATION,
     FINALIZER,
     REPLACEMENTS_ANNOTATION,
     SLOT_ANNOTATION,
@@ -22,7 +23,7 @@ from modelpool_api.names import (
 from modelpool_api.v1alpha1.modeldeployment import ModelDeploymentStatus, Role
 
 from .actions import Action, CreatePod, DeletePod, DeleteWorkload, Json, Note
-from .checks import problems
+from .checks import accept, problems
 from .render import RoleRender, Unrenderable, render
 from .rollout import RolePlan, plan_role
 from .routing import routes
@@ -67,6 +68,8 @@ class _Pass:
     seen: Observed
     slots: dict[str, Slot] = field(default_factory=dict)
     unreadable: str | None = None
+    wrong: tuple[str, ...] = ()
+    unrenderable: str | None = None
 
     def plan(self) -> Plan:
         seen, deployment = self.seen, self.seen.deployment
@@ -75,13 +78,13 @@ class _Pass:
             self.slots = decode(text, {role.name for role in deployment.spec.roles})
         except UnreadableRecord as error:
             self.unreadable = str(error)
-        wrong = tuple(problems(deployment, seen.types, seen.members))
-        unrenderable: str | None = None
+        self.wrong = tuple(problems(deployment, seen.types))
         renders: Mapping[str, RoleRender] = {}
         try:
             renders = render(deployment, seen.types)
         except Unrenderable as error:
-            unrenderable = str(error)
+            self.unrenderable = str(error)
+        wrong, unrenderable = self.wrong, self.unrenderable
         verdicts = Verdicts(wrong, unrenderable, self.unreadable, seen.refused)
         # Emptying needs no configuration: a pool gets its slot back from a broken one as well.
         frozen = (bool(wrong) or unrenderable is not None) and not deployment.spec.suspend
@@ -136,6 +139,8 @@ class _Pass:
         mark = there.get(SLOT_ANNOTATION)
         state = "0" if deployment.spec.suspend else "1"
         wanted[SLOT_APPLIED_ANNOTATION] = None if mark is None else f"{mark}={state}"
+        if not self.wrong and self.unrenderable is None:
+            wanted[ACCEPTED_ANNOTATION] = accept(deployment, self.seen.types)
         changes = {key: text for key, text in wanted.items() if there.get(key) != text}
         return {"metadata": {"annotations": changes}} if changes else None
 

@@ -25,7 +25,6 @@ from modelpool_api.names import (
     MEMBER_INDEX_LABEL,
     ORDINAL_LABEL,
     PART_OF,
-    PLACEMENT_ANNOTATION,
     REPLICA_SIZE_ENV,
     ROLE_KIND_LABEL,
     SPEC_HASH_ANNOTATION,
@@ -63,7 +62,7 @@ class RoleRender:
         """Replicas that should stand."""
         self.queue = kind.spec.queue_name
         self.deployment = deployment
-        self._placement = placement(role, kind)
+        self.placement = placement(role, kind)
         self._line = command_line(deployment.spec, role)
         self._resources = _resources(role, kind)
         self._kind = kind
@@ -109,7 +108,6 @@ class RoleRender:
             kueue.ROLE_HASH_ANNOTATION: self.name,
             kueue.SERVING_ANNOTATION: "true",
             COMMAND_MODE_ANNOTATION: mode.value,
-            PLACEMENT_ANNOTATION: self._placement,
         }
         if self.role.topology is not None:
             annotations[kueue.TOPOLOGY_ANNOTATION] = self.role.topology.required_level

@@ -19,7 +19,6 @@ from modelpool_api.names import (
     COMMAND_MODE_ANNOTATION,
     MEMBER_INDEX_LABEL,
     ORDINAL_LABEL,
-    PLACEMENT_ANNOTATION,
     ROUTING_LABEL,
     SPEC_HASH_ANNOTATION,
 )
@@ -66,7 +65,6 @@ class Member:
     is_routed: bool
     """Whether Services select it."""
     mode: CommandMode | None
-    placement: str
 
     @property
     def stands(self) -> bool:
@@ -111,7 +109,6 @@ def read_member(pod: Json) -> Member:
         is_ready=condition_status(status, "Ready") == "True",
         is_routed=labels.get(ROUTING_LABEL) == "true",
         mode=CommandMode(mode) if mode in tuple(CommandMode) else None,
-        placement=str(annotations.get(PLACEMENT_ANNOTATION, "")),
     )
 
 
