@@ -5,7 +5,11 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from modelpool_router.app.router import Router
+from modelpool_router.app.serving import reload_once
 from modelpool_router.drivers.statedir import lock_pool
+from modelpool_router.settings import Changes, Settings, load
+from modelpool_router.telemetry import configure_logs
 from served import Served, all_of, member, pool, served, served_here, write_config
 
 
@@ -149,6 +153,25 @@ async def test_every_setting_that_may_change_does(tmp_path: Path) -> None:
         await router.act("unload")
         line = await router.wait_for_log("state_changed")  # told at debug only
         assert line["level"] == "debug"
+
+
+async def test_a_reload_that_goes_wrong_is_not_the_last_one(tmp_path: Path) -> None:
+    """It says so and returns, for the task that calls it has other files to read."""
+
+    class Broken(Router):
+        async def reload(self, new: Settings) -> Changes:
+            raise ZeroDivisionError
+
+    file = tmp_path / "pool.yaml"
+    write_config(file, {"pools": [pool(member("alpha"))]})
+
+    with (tmp_path / "log").open("w", encoding="utf-8") as stream:
+        logs = configure_logs("info", "json", stream=stream)
+        try:
+            assert not await reload_once(Broken(load(file), logs))
+        finally:
+            logs.close()
+    assert "internal error" in (tmp_path / "log").read_text("utf-8")
 
 
 async def test_a_pool_that_another_router_runs_refuses_the_whole_reload(tmp_path: Path) -> None:

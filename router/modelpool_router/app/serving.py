@@ -141,6 +141,10 @@ async def reload_once(router: Router) -> bool:
     except (OSError, KeyError, UnicodeError, BadKeys, DriverError) as error:
         log.error("configuration refused, the old one stays", problem=str(error))
         return False
+    except Exception:
+        # A task boundary: one file that upsets us must not be the last one that is read.
+        log.exception("configuration refused, the old one stays", problem="internal error")
+        return False
     for problem in changes.refused:
         log.warning("needs a restart, the old value stays", problem=str(problem))
     log.info("configuration reloaded", changed=not changes.is_empty)
