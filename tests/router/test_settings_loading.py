@@ -94,6 +94,20 @@ def test_every_default_of_a_pool_is_that_of_the_scheduler() -> None:
     )
 
 
+def test_a_short_load_timeout_shortens_what_nobody_wrote() -> None:
+    text = """
+pools:
+  - name: gpu0
+    loadTimeout: 20s
+    members:
+      - {name: a, command: [serve, "{port}"]}
+      - {name: b, command: [serve, "{port}"], expectedLoad: 5s}
+"""
+    spec = parse(text).pool("gpu0").spec()
+
+    assert [member.expected_load_s for member in spec.members.values()] == [20, 5]
+
+
 @pytest.mark.parametrize(
     ("profile", "idle_path", "parallel", "has_probe"),
     [

@@ -10,6 +10,7 @@ JSON Schema are made from this file. Reading a file, and what is checked between
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -272,13 +273,13 @@ class Member(Section):
         """True when the engine can be asked whether it is idle."""
         return self.profile is not Profile.GENERIC or self.idle_path is not None
 
-    def spec(self) -> MemberSpec:
-        """Return what the scheduler must know of this member."""
+    def spec(self, *, load_timeout_s: float = math.inf) -> MemberSpec:
+        """Return what the scheduler must know of this member; no load outlasts *load_timeout_s*."""
         return MemberSpec(
             name=MemberName(self.name),
             parallel=self.parallel or PARALLEL_BY_PROFILE.get(self.profile, PARALLEL_OTHERWISE),
             parallel_is_fixed=self.parallel is not None,
-            expected_load_s=self.expected_load_s,
+            expected_load_s=min(self.expected_load_s, load_timeout_s),
             has_idle_probe=self.has_idle_probe,
         )
 
@@ -364,7 +365,10 @@ class Pool(Section):
         """Return what the scheduler must know of this pool."""
         return PoolSpec(
             name=PoolName(self.name),
-            members={MemberName(member.name): member.spec() for member in self.members},
+            members={
+                MemberName(member.name): member.spec(load_timeout_s=self.load_timeout_s)
+                for member in self.members
+            },
             default=None if self.default is None else MemberName(self.default),
             swap_budget_s=self.swap_budget_s,
             max_turn_s=self.max_turn_s,

@@ -302,7 +302,9 @@ def _timers(settings: Settings, source: Source) -> Iterator[Problem]:
     for number, pool in enumerate(settings.pools):
         here: Path_ = ("pools", number)
         for index, member in enumerate(pool.members):
-            if member.expected_load_s > pool.load_timeout_s:
+            # Unset it yields to a short loadTimeout: nobody wrote what would have to be corrected.
+            written = "expected_load_s" in member.model_fields_set
+            if written and member.expected_load_s > pool.load_timeout_s:
                 yield source.problem(
                     (*here, "members", index, "expectedLoad"),
                     f"{format_duration(member.expected_load_s)} is longer than the loadTimeout "
