@@ -13,7 +13,7 @@ def test_a_broken_scheduler_is_caught(mutant: Mutant) -> None:
 
 
 def test_the_scheduler_as_it_is_survives() -> None:
-    unchanged = Mutant("unchanged", "class Scheduler:", "class Scheduler:")
+    unchanged = Mutant("unchanged", "class Scheduler(", "class Scheduler(")
 
     assert killed_by(unchanged, schedules=25) is None
 
