@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import time
 from pathlib import Path
 
 import aiohttp
+import pytest
 
-from served import member, pool, served
+from modelpool_router.app import serving
+from modelpool_router.app.router import Addresses, Router
+from modelpool_router.drivers.base import DriverUnavailable
+from modelpool_router.settings import Address, load
+from modelpool_router.telemetry import configure_logs
+from served import member, pool, served, write_config
 
 
 async def test_a_graceful_stop(tmp_path: Path) -> None:
@@ -87,3 +94,30 @@ async def test_kept_connections_do_not_delay_the_end(tmp_path: Path) -> None:
                 began = asyncio.get_running_loop().time()
                 assert await router.terminate() == 0
                 assert asyncio.get_running_loop().time() - began < 5.0
+
+
+async def test_a_member_that_cannot_be_proven_gone_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof takes its 30 s, so the last step of the stop is played here."""
+
+    class Stuck(Router):
+        async def start(self) -> None:
+            self._addresses = Addresses(Address("127.0.0.1", 1), None)
+            signal.raise_signal(signal.SIGTERM)
+
+        async def stop(self, hurry: asyncio.Event | None = None) -> None:
+            raise DriverUnavailable("goneCommand of member 'alpha' does not succeed")
+
+    monkeypatch.setattr(serving, "Router", Stuck)
+    file = tmp_path / "pool.yaml"
+    write_config(file, {"pools": [pool(member("alpha"))]})
+    with (tmp_path / "log").open("w", encoding="utf-8") as stream:
+        logs = configure_logs("info", "json", stream=stream)
+        try:
+            code = await serving._serve(load(file), logs)
+        finally:
+            logs.close()
+            gc.unfreeze()
+    assert code == 1
+    assert "goneCommand of member 'alpha' does not succeed" in (tmp_path / "log").read_text("utf-8")

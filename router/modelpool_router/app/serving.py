@@ -87,7 +87,11 @@ async def _serve(settings: Settings, logs: Logs) -> int:
         log.info("stopping", hint="once more hurries")
         reloading.cancel()
         await asyncio.gather(reloading, return_exceptions=True)
-        await router.stop(hurry)
+        try:
+            await router.stop(hurry)
+        except DriverError as error:
+            log.error("stopped, but a member may still run", problem=str(error))
+            return FAILED
         log.info("stopped")
     return OK
 
