@@ -120,11 +120,11 @@ class Lab:
             self.checks.begin_pass()
             try:
                 after = await self.operator.reconcile(KEY)
+                self.checks.end_pass()
             except KubeError as error:
                 self.errors.append(error)
                 after = 0.0
             self.cluster.advance(2.0)
-            self.checks.end_pass()
         return after
 
     def move(self, limit: int = 1000) -> bool:

@@ -9,6 +9,7 @@ members first. Every step is at most one write. Nothing is admitted unless `may_
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
@@ -256,8 +257,8 @@ class Kueue(Stepper):
         if len(totals) == 1 and total.isdigit() and len(pods) > int(total):
             return self._trim(pods, int(total))
         there = {each["name"]: each.get("count", 1) for each in workload["spec"]["podSets"]}
-        wanted = pod_sets_of(pods)
-        if all(each["count"] <= there.get(each["name"], 0) for each in wanted):
+        counts = Counter(pod["metadata"]["annotations"][ROLE] for pod in pods)
+        if all(count <= there.get(name, 0) for name, count in counts.items()):
             # Neither template, request nor queue is looked at: a newcomer is adopted.
             known = {each["uid"] for each in meta.get("ownerReferences") or []}
             missing = [pod for pod in pods if pod["metadata"]["uid"] not in known]
@@ -268,7 +269,7 @@ class Kueue(Stepper):
             self.cluster.edit(WORKLOADS, meta["namespace"], meta["name"], patch, actor=self.actor)
             return True
         if condition(workload, "QuotaReserved") != "True" and all(map(gated, pods)):
-            patch = {"spec": {"podSets": wanted}}
+            patch = {"spec": {"podSets": pod_sets_of(pods)}}
             self.cluster.edit(WORKLOADS, meta["namespace"], meta["name"], patch, actor=self.actor)
             return True
         return self.delete(WORKLOADS, workload)

@@ -183,10 +183,13 @@ class ModelDeployments:
             )
         failed: KubeError | None = None
         for action in decided.actions:
-            if isinstance(action, CreatePod | CreateService):
-                failed = await self._create(namespace, uid(raw), action, refused) or failed
-            else:
-                await self._change(namespace, action)
+            match action:
+                case CreateService(body=body):
+                    await self._create_service(namespace, uid(raw), body, refused)
+                case CreatePod(body=body):
+                    failed = await self._create_pod(namespace, uid(raw), body, refused) or failed
+                case _:
+                    await self._change(namespace, action)
         await self._tell_once(key, raw, decided.notes)
         if decided.status is not None:
             patch = status_patch(raw.get("status"), decided.status)
@@ -231,16 +234,27 @@ class ModelDeployments:
             if uid(now) == its:
                 raise
 
-    async def _create(
-        self, namespace: str, owner: str, action: CreatePod | CreateService, refused: dict[str, str]
-    ) -> KubeError | None:
-        """Create one object; return what went wrong, so that the others are created as well."""
-        kind = PODS if isinstance(action, CreatePod) else SERVICES
+    async def _create_service(
+        self, namespace: str, owner: str, body: Json, refused: dict[str, str]
+    ) -> None:
+        """Create a Service. A failure ends the pass: members need their peers' names before."""
         try:
-            await self._port.create(kind, namespace, action.body)
+            await self._port.create(SERVICES, namespace, body)
         except AlreadyExists:
-            name = str(meta(action.body).get("name", ""))
-            return await self._look_who(kind, namespace, name, owner, refused)
+            await self._look_who(SERVICES, namespace, str(meta(body)["name"]), owner, refused)
+
+    async def _create_pod(
+        self, namespace: str, owner: str, body: Json, refused: dict[str, str]
+    ) -> KubeError | None:
+        """Create a member; return what went wrong, so that the others are created as well."""
+        peers = (body.get("spec") or {}).get("subdomain")
+        if f"{SERVICES.plural}/{peers}" in refused:
+            return None  # the name by which its peers would find it is somebody else's
+        try:
+            try:
+                await self._port.create(PODS, namespace, body)
+            except AlreadyExists:
+                await self._look_who(PODS, namespace, str(meta(body)["name"]), owner, refused)
         except KubeError as error:
             # Perhaps it was made all the same; only the next look can tell.
             return error
@@ -248,19 +262,17 @@ class ModelDeployments:
 
     async def _look_who(
         self, kind: Kind, namespace: str, name: str, owner: str, refused: dict[str, str]
-    ) -> KubeError | None:
+    ) -> None:
+        """Find out whose the object is that has a name of ours."""
         try:
             there = await self._port.get(kind, namespace, name)
         except NotFound:
-            return None  # it has gone since; the next look decides
-        except KubeError as error:
-            return error
+            return  # it has gone since; the next look decides
         if not is_controlled_by(there, owner):
             refused[f"{kind.plural}/{name}"] = (
                 f"{kind.kind} {name} is not of this deployment and has the name that it needs; "
-                f"delete or rename it"
+                "delete or rename it"
             )
-        return None
 
     async def _tell_once(self, key: Key, raw: Json, notes: Iterable[Note]) -> None:
         before = self._told.get(key, frozenset())

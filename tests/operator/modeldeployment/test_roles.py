@@ -238,6 +238,20 @@ async def test_a_foreign_service_of_the_name_is_left_alone_and_named() -> None:
     assert "Service chat is not of this deployment" in lab.condition("Stalled")[2]
 
 
+async def test_a_foreign_peer_service_keeps_members_from_being_made_in_vain() -> None:
+    lab = Lab(role(size=2))
+    body: Json = {"metadata": {"name": "chat-server-r0"}, "spec": {"ports": [{"port": 1}]}}
+    lab.cluster.put(SERVICES, NAMESPACE, body, actor="stranger")
+
+    await lab.look(3)
+
+    assert lab.pods() == []
+    assert "Service chat-server-r0 is not of this deployment" in lab.condition("Stalled")[2]
+    lab.cluster.remove(SERVICES, NAMESPACE, "chat-server-r0", actor="stranger")
+    await lab.settle()
+    assert len(lab.pods()) == 2
+
+
 # Status
 
 
