@@ -1,8 +1,9 @@
 """
 A request may end at any moment of its life, and leaves nothing behind.
 
-The handler's task is cancelled at its first suspension, at its second, and so on until a request
-comes through: once while it waits, and once in the very tick in which what it waits for comes.
+The handler is cancelled at its first suspension, at its second, and so on until a request comes
+through: once while it waits, and once in the very tick in which what it waits for comes. As a task
+does it: by cancelling what it waits for, or by an exception in place of what it waited for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from aiohttp import web
 
 from modelpool_router.core.spec import PoolName
 from modelpool_router.web.faults import ConnectRefused
-from modelpool_router.web.server import FrontRequest
 from rawupstream import LAST_CHUNK, STREAM_HEAD, Link, SeenRequest, answer, chunk
 from scripted import Life, ServedScripted, scripted, scripted_pool, settled
 
@@ -27,33 +27,35 @@ When = Literal["while it waits", "as it wakes"]
 
 
 class Cancelled:
-    """Runs a handler, and cancels its task at its suspension number *at*."""
+    """Runs a handler, and cancels it at its suspension number *at*."""
 
     def __init__(self, at: int, when: When) -> None:
         self.at = at
         self.when = when
         self.suspensions = 0
         self.struck = False
-        """Whether the task was cancelled at all."""
+        """Whether it was cancelled at all."""
+        self.late = False
 
-    async def run(self, handler: Any, request: FrontRequest) -> web.StreamResponse:
+    async def run(self, handler: Any, request: Any) -> web.StreamResponse:
         """Stand in for the handler."""
         response = await _Driven(self, handler(request))
         assert isinstance(response, web.StreamResponse)
         return response
 
-    def suspended(self, on: asyncio.Future[Any] | None) -> None:
-        """Strike if this is the suspension."""
+    def suspended(self, on: asyncio.Future[Any] | None) -> bool:
+        """Strike if this is the suspension; True = by an exception when it wakes."""
         self.suspensions += 1
         if self.suspensions != self.at:
-            return
-        task = asyncio.current_task()
-        assert task is not None
+            return False
         self.struck = True
-        if on is None or self.when == "while it waits":
-            asyncio.get_running_loop().call_soon(task.cancel)
-        else:
-            on.add_done_callback(lambda _: task.cancel())
+        if on is None or self.when == "as it wakes":
+            return True
+        asyncio.get_running_loop().call_soon(self._cancel, on)
+        return False
+
+    def _cancel(self, on: asyncio.Future[Any]) -> None:
+        self.late = not on.cancel()  # it came in this very tick: then as it wakes, as a task does
 
 
 class _Driven:
@@ -69,12 +71,14 @@ class _Driven:
                 on = steps.send(None) if error is None else steps.throw(error)
             except StopIteration as done:
                 return done.value
-            error = None
-            self._cancelled.suspended(on)
+            error = asyncio.CancelledError() if self._cancelled.suspended(on) else None
             try:
                 yield on
             except BaseException as thrown:  # noqa: BLE001 - passed on to the handler
                 error = thrown
+            if self._cancelled.late:
+                self._cancelled.late = False
+                error = asyncio.CancelledError()
 
 
 @dataclass(frozen=True)
@@ -140,19 +144,22 @@ class Engine:
         return True
 
 
+@pytest.mark.parametrize("front", ["plain", "other"])
 @pytest.mark.parametrize("when", ["while it waits", "as it wakes"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 async def test_nothing_is_left_wherever_a_request_is_cancelled(
-    tmp_path: Path, way: Way, when: When, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, way: Way, when: When, front: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # a head that is not the plainest may be read by other code than one that is
+    line = b"" if front == "plain" else b"TE: trailers\r\n"
     engine = Engine()
     pool = scripted_pool("alpha", "beta")
     async with scripted(tmp_path, pool, answerer=engine, **way.settings) as router:
         driver = router.driver()
         for behaviour in driver.behaviours.values():
             behaviour.load_s = behaviour.unload_s = 0.004
-        front, client = router.router._front, router.router._client
-        handler, connect = front._front_handler, client.connect
+        server, client = router.router._front, router.router._client
+        handler, connect = server._front_handler, client.connect
 
         async def refuse_first(endpoint: Any) -> Any:
             if engine.refused:
@@ -174,14 +181,12 @@ async def test_nothing_is_left_wherever_a_request_is_cancelled(
             strike = Cancelled(at, when)
             engine.strikes.append(strike)
 
-            async def struck(
-                request: FrontRequest, strike: Cancelled = strike
-            ) -> web.StreamResponse:
+            async def struck(request: Any, strike: Cancelled = strike) -> web.StreamResponse:
                 return await strike.run(handler, request)
 
-            monkeypatch.setattr(front, "_front_handler", struck)
-            got = await ask(router, way, at - 1)
-            monkeypatch.setattr(front, "_front_handler", handler)
+            monkeypatch.setattr(server, "_front_handler", struck)
+            got = await ask(router, way, at - 1, line)
+            monkeypatch.setattr(server, "_front_handler", handler)
             assert got or strike.struck
             engine.refused = engine.loading = 0
             await nothing_left(router, quiet)
@@ -197,13 +202,13 @@ async def make_ready(router: ServedScripted, way: Way) -> None:
     assert answer.status == 200, answer.body
 
 
-async def ask(router: ServedScripted, way: Way, strike: int) -> bool:
+async def ask(router: ServedScripted, way: Way, strike: int, line: bytes) -> bool:
     """Send the request on a connection of its own; return whether a whole answer came."""
     body = json.dumps(router.body("alpha", x_strike=strike, **way.body)).encode()
     async with router.raw() as client:
         await client.send(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b"
-            % (len(body), body)
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n%bContent-Length: %d\r\n\r\n%b"
+            % (line, len(body), body)
         )
         try:
             answer = await client.answer()

@@ -14,11 +14,13 @@ from typing import Any
 import h11
 from aiohttp import web
 
+from fronts import is_own
 from modelpool_router.core.headers import ExchangeIds
 from modelpool_router.drivers.base import Endpoint
 from modelpool_router.web.faults import ConnectRefused, ExchangeError, Family, MemberLoading
 from modelpool_router.web.forward import Forwarded, ForwardLimits, forward
 from modelpool_router.web.held import HeldStream
+from modelpool_router.web.server import make_server
 from modelpool_router.web.upstream import UpstreamClient, UpstreamLimits
 from rawupstream import LIMIT_S
 
@@ -89,22 +91,26 @@ class Relay:
     family: Family = "openai-chat"
     path: str = "/v1/chat/completions"
     ids: ExchangeIds = field(default_factory=lambda: ExchangeIds("req-1"))
-    held: Callable[[web.BaseRequest, Relay], HeldStream] | None = None
+    held: Callable[[Any, Relay], HeldStream] | None = None
     before: Callable[[HeldStream | None], Any] | None = None
     after: Callable[[], None] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     port: int = 0
     leases: list[Lease] = field(default_factory=list)
     ended: asyncio.Queue[Ended] = field(default_factory=asyncio.Queue)
-    request: web.BaseRequest | None = None
+    request: Any = None
     held_stream: HeldStream | None = None
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aenter__(self) -> Relay:
         loop = asyncio.get_running_loop()
         self.client = UpstreamClient(loop, self.upstream_limits, tls=self.tls)
-        server = web.Server(
-            self._handle, handler_cancellation=True, access_log=None, auto_decompress=False
+        server = (
+            make_server(self._handle)
+            if is_own()
+            else web.Server(
+                self._handle, handler_cancellation=True, access_log=None, auto_decompress=False
+            )
         )
         self.runner = web.ServerRunner(server, shutdown_timeout=0.1)
         await self.runner.setup()
@@ -137,7 +143,7 @@ class Relay:
             identity=self.identity,
         )
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _handle(self, request: Any) -> web.StreamResponse:
         data = bytearray()
         while piece := await request.content.readany():
             data += piece

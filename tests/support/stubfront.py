@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from fronts import is_own
 from modelpool_router.core.body import BadBody, BodyFacts, inspect_json, inspect_multipart
 from modelpool_router.core.catalog import Catalog, Entry, Route, UnknownModel
 from modelpool_router.core.spec import Bounds, HoldLedger, MemberName, PoolName
@@ -22,7 +23,8 @@ from modelpool_router.web.cors import Cors
 from modelpool_router.web.errors import ApiError
 from modelpool_router.web.head import unknown_url
 from modelpool_router.web.intake import IntakeLimits, read_body
-from modelpool_router.web.server import FrontRequest, FrontServer, ServerOptions, make_server
+from modelpool_router.web.request import Request
+from modelpool_router.web.server import FrontServer, ServerOptions, make_server
 
 KEY = "sk-good-5f1c"
 LIMITED_KEY = "sk-limited-77ab"
@@ -72,7 +74,7 @@ class StubFront:
         )
     )
 
-    async def handle(self, request: FrontRequest) -> web.StreamResponse:
+    async def handle(self, request: Request) -> web.StreamResponse:
         """Do what the router's handlers do, without a pool."""
         path = request.route_path
         if path == "/v1/models" or path.startswith("/v1/models/"):
@@ -113,14 +115,14 @@ class StubFront:
             self.held -= 1
 
     @staticmethod
-    def _facts(request: FrontRequest, view: object) -> BodyFacts:
+    def _facts(request: Request, view: object) -> BodyFacts:
         kind = request.headers.get("Content-Type", "")
         if kind.lower().startswith("multipart/form-data"):
             return inspect_multipart(kind, view)  # type: ignore[arg-type]
         return inspect_json(view)  # type: ignore[arg-type]
 
     @staticmethod
-    def _only(request: FrontRequest, *methods: str) -> None:
+    def _only(request: Request, *methods: str) -> None:
         if request.method not in methods:
             raise ApiError.of(
                 "method_not_allowed",
@@ -144,6 +146,7 @@ async def stub_front(
             keep_alive_s=options.keep_alive_s,
             linger_s=options.linger_s,
             max_connections=options.max_connections,
+            own_front=is_own(),
             cors=options.cors if options.cors.origins else Cors(frozenset({ORIGIN})),
             on_refused=stub.refused.append,
         ),

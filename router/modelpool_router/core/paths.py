@@ -71,6 +71,11 @@ _MODEL_PREFIX: Final = "/v1/models/"
 _UPSTREAM_PREFIX: Final = "/upstream/"
 
 
+def is_exact(path: str) -> bool:
+    """Tell whether *path* names one of the fixed paths to the letter."""
+    return path in _EXACT
+
+
 def find_path(path: str) -> PathRule | None:
     """Return the rule for *path* (see `target`: checked, still percent-encoded), or None."""
     rule = _EXACT.get(path)

@@ -12,7 +12,7 @@ from ..core.catalog import Route
 from ..telemetry import Logs, Metrics
 from .errors import ApiError
 from .exchange import Forwarded
-from .server import FrontRequest
+from .request import Request
 
 
 class RequestRecord:
@@ -34,7 +34,7 @@ class RequestRecord:
         "status",
     )
 
-    def __init__(self, request: FrontRequest, now: float) -> None:
+    def __init__(self, request: Request, now: float) -> None:
         self.request_id = request.request_id
         self.arrived_at = now
         self.route: Route | None = None

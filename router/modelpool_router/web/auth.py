@@ -19,11 +19,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from multidict import CIMultiDictProxy
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from .errors import ApiError
+from .request import Fields
 
 _BEARER = re.compile(r"bearer[ \t]+(\S+)[ \t]*", re.IGNORECASE)
 _HEX_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
@@ -119,7 +119,7 @@ class Keys:
         """
         self._ring = None if text is None else KeyRing.parse(text)
 
-    def identify(self, headers: CIMultiDictProxy[str]) -> Caller:
+    def identify(self, headers: Fields) -> Caller:
         """
         Return who calls, from ``Authorization: Bearer`` or ``x-api-key``, and from nowhere else.
 
@@ -140,7 +140,7 @@ class Keys:
         )
 
 
-def _presented(headers: CIMultiDictProxy[str]) -> set[bytes]:
+def _presented(headers: Fields) -> set[bytes]:
     """Return the distinct keys that a request shows; header text may hold any bytes."""
     keys: set[bytes] = set()
     for value in headers.getall("Authorization", ()):

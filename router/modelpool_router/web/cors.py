@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from multidict import CIMultiDictProxy
+from .request import Fields
 
 _EXPOSED = "x-request-id, request-id, retry-after, retry-after-ms, x-modelpool-member"
 _FIELD_NAMES = re.compile(
@@ -26,7 +26,7 @@ class Cors:
         """Tell whether pages of *origin* may call."""
         return origin in self.origins or "*" in self.origins
 
-    def headers(self, request_headers: CIMultiDictProxy[str]) -> Mapping[str, str]:
+    def headers(self, request_headers: Fields) -> Mapping[str, str]:
         """Return what every answer to this request carries, errors included."""
         if not self.origins:
             return _NOTHING
@@ -39,9 +39,7 @@ class Cors:
             "Vary": "Origin",
         }
 
-    def preflight(
-        self, method: str, request_headers: CIMultiDictProxy[str]
-    ) -> Mapping[str, str] | None:
+    def preflight(self, method: str, request_headers: Fields) -> Mapping[str, str] | None:
         """
         Return the headers that answer a preflight with 204, or None when this is none of ours.
 

@@ -30,7 +30,7 @@ from .faults import ConnectRefused, ExchangeBroken, ExchangeError, MemberLoading
 from .forward import forward
 from .held import HeldStream
 from .intake import Body
-from .server import FrontRequest
+from .request import Request
 from .surface import Surface
 from .upstream import UpstreamClient
 
@@ -53,7 +53,7 @@ _SENTENCES: Final = {
 class Job:
     """One checked request, and all that is needed to answer it."""
 
-    request: FrontRequest
+    request: Request
     record: RequestRecord
     surface: Surface
     route: Route

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from aiohttp import web
-
 from ..core.headers import ExchangeIds, Field, authority, request_head
 from ..drivers.base import Endpoint
 from .exchange import Exchange, Forwarded, ForwardLimits, LeaseLike, OutgoingBody
 from .faults import ConnectRefused, ExchangeError, Family, MemberLoading, UpstreamReset
 from .held import HeldStream
+from .request import ClientSide
 from .sink import ClientSink, PipedResponse
 from .upstream import UpstreamClient
 
@@ -24,7 +23,7 @@ __all__ = ["ExchangeIds", "ForwardLimits", "Forwarded", "LeaseLike", "OutgoingBo
 
 
 async def forward(
-    request: web.BaseRequest,
+    request: ClientSide,
     *,
     client: UpstreamClient,
     endpoint: Endpoint,

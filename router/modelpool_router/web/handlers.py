@@ -28,7 +28,7 @@ from .dispatch import Dispatcher, DispatchFailed, Job
 from .errors import ApiError, family_of, render
 from .intake import Body, read_body
 from .models import model_item, model_list
-from .server import FrontRequest
+from .request import Request
 from .surface import Surface
 
 Readiness = Callable[[], tuple[bool, Mapping[str, str]]]
@@ -85,7 +85,7 @@ class DataPort:
         """Return when no request is under way."""
         await self._idle.wait()
 
-    async def __call__(self, request: FrontRequest) -> web.StreamResponse:
+    async def __call__(self, request: Request) -> web.StreamResponse:
         """Answer one request."""
         rule = find_path(request.route_path)
         if rule is not None and request.method in rule.methods:
@@ -116,19 +116,19 @@ class DataPort:
                 self._idle.set()
             self._accountant.close(record)
 
-    def _refuse(self, request: FrontRequest, error: ApiError) -> web.StreamResponse:
+    def _refuse(self, request: Request, error: ApiError) -> web.StreamResponse:
         return render(error, family_of(request.route_path), request.request_id)
 
     # ------------------------------------------------------------------ small answers
 
-    def _health(self, request: FrontRequest) -> web.Response:
+    def _health(self, request: Request) -> web.Response:
         if request.route_path == "/livez":
             return web.json_response({"status": "ok"})
         ready, checks = self._ready()
         status = {"status": "ok" if ready else "unavailable", "checks": dict(checks)}
         return web.json_response(status, status=200 if ready else 503)
 
-    def _models(self, request: FrontRequest, rule: PathRule) -> web.StreamResponse:
+    def _models(self, request: Request, rule: PathRule) -> web.StreamResponse:
         try:
             caller = self._keys.identify(request.headers)
             catalog, views = self.surface.catalog, self._pools.views()
@@ -147,7 +147,7 @@ class DataPort:
     # ------------------------------------------------------------------ inference
 
     async def _infer(
-        self, request: FrontRequest, record: RequestRecord, rule: PathRule | None
+        self, request: Request, record: RequestRecord, rule: PathRule | None
     ) -> web.StreamResponse:
         surface = self.surface
         if rule is None or (rule.kind is Kind.PASSTHROUGH and not surface.passthrough):
@@ -188,7 +188,7 @@ class DataPort:
             )
 
     def _understand(
-        self, request: FrontRequest, catalog: Catalog, rule: PathRule, caller: Caller, body: Body
+        self, request: Request, catalog: Catalog, rule: PathRule, caller: Caller, body: Body
     ) -> _Wanted:
         try:
             if _is_multipart(request):
@@ -229,7 +229,7 @@ class DataPort:
 
     async def _pass_through(
         self,
-        request: FrontRequest,
+        request: Request,
         record: RequestRecord,
         surface: Surface,
         rule: PathRule,
@@ -268,11 +268,11 @@ class DataPort:
             )
 
 
-def _is_multipart(request: FrontRequest) -> bool:
+def _is_multipart(request: Request) -> bool:
     return request.headers.get("Content-Type", "")[:19].lower() == "multipart/form-data"
 
 
-def _rename(request: FrontRequest, body: Body, served_model: str) -> None:
+def _rename(request: Request, body: Body, served_model: str) -> None:
     """Put the name in place that the member itself knows the model by."""
     if _is_multipart(request):
         span = bodies.multipart_model_span(request.headers["Content-Type"], body.view())

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from ..core.headers import ExchangeIds, Framing, stream_head
 from .faults import Family, error_frame, keepalive_frame
+from .request import ClientSide
 from .sink import ClientSink, PipedResponse
 from .sweep import Sweep
 
@@ -30,7 +31,7 @@ class HeldStream:
 
     def __init__(
         self,
-        request: web.BaseRequest,
+        request: ClientSide,
         sweep: Sweep,
         *,
         family: Family,

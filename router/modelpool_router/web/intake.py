@@ -17,13 +17,13 @@ from io import FileIO
 from types import TracebackType
 from typing import Self
 
-from aiohttp import web
 from aiohttp.http import HttpVersion11
 from aiohttp.web_protocol import RequestPayloadError
 
 from ..core.spec import HoldLedger
 from .coding import CODINGS, BadCoding, Decoder, decoder_for
 from .errors import ApiError
+from .request import Request
 
 PIECE = 256 * 1024
 """Most bytes that `Body.chunks` yields at once."""
@@ -143,7 +143,7 @@ class Body:
             yield os.pread(number, min(PIECE, end - at), at)
 
 
-async def read_body(request: web.BaseRequest, limits: IntakeLimits, ledger: HoldLedger) -> Body:
+async def read_body(request: Request, limits: IntakeLimits, ledger: HoldLedger) -> Body:
     """
     Read the whole body of an admitted request (authenticated, route known).
 
@@ -175,7 +175,7 @@ async def read_body(request: web.BaseRequest, limits: IntakeLimits, ledger: Hold
 
 
 async def _receive(
-    request: web.BaseRequest, limits: IntakeLimits, intake: _Intake, decoder: Decoder | None
+    request: Request, limits: IntakeLimits, intake: _Intake, decoder: Decoder | None
 ) -> None:
     content = request.content
     if decoder is None and content.is_eof():  # nearly always: it came with the head
@@ -304,7 +304,7 @@ def _close_result(job: asyncio.Future[FileIO]) -> None:
         job.result().close()
 
 
-def _coding(request: web.BaseRequest) -> str | None:
+def _coding(request: Request) -> str | None:
     labels = request.headers.getall("Content-Encoding", ())
     names = [name.strip().lower() for label in labels for name in label.split(",")]
     names = [name for name in names if name != "identity"]
@@ -319,12 +319,12 @@ def _coding(request: web.BaseRequest) -> str | None:
     )
 
 
-def _declared_length(request: web.BaseRequest) -> int | None:
+def _declared_length(request: Request) -> int | None:
     length = request.headers.get("Content-Length")
     return None if length is None else int(length)  # digits only: the parser saw to that
 
 
-def _continue(request: web.BaseRequest) -> None:
+def _continue(request: Request) -> None:
     """Tell a client that waits for it to go on; other expectations were refused before."""
     if "Expect" not in request.headers or request.version < HttpVersion11:
         return

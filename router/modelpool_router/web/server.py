@@ -21,10 +21,12 @@ import re
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, cast
 
 import yarl
 from aiohttp import web, web_protocol
+from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import HttpRequestParser
@@ -34,10 +36,13 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from . import head
 from .cors import Cors
 from .errors import ApiError, envelope, family_of, render, response_headers
+from .front import OwnConnection, PlainRequest
+from .request import Request
 
 log = logging.getLogger("modelpool.web")
 
-Handler = Callable[["FrontRequest"], Awaitable[web.StreamResponse]]
+Handler = Callable[[Any], Awaitable[web.StreamResponse]]
+"""Gets a `Request`."""
 
 _MAX_HEAD = 64 * 1024
 """Bytes of a head that comes in pieces."""
@@ -64,6 +69,8 @@ class ServerOptions:
     """How long we read and drop what a refused client still sends, so that it can read why."""
     max_connections: int = 4096
     cors: Cors = field(default_factory=Cors)
+    own_front: bool = True
+    """Whether plain requests are answered without aiohttp, see `front`."""
     on_refused: Callable[[str], None] = lambda code: None
     """Told the code of everything that is refused here, before the handler saw it."""
 
@@ -119,12 +126,8 @@ class FrontRequest(web.BaseRequest):
         return self.is_last or connection.ends
 
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
-        headers = response.headers
-        headers.pop("Server", None)
-        headers.setdefault("x-request-id", self.request_id)
-        headers.setdefault("request-id", self.request_id)
-        for name, value in self.cors_headers.items():
-            headers.setdefault(name, value)
+        response.headers.pop("Server", None)
+        _complete(response.headers, self)
 
 
 class FrontServer(web.Server):
@@ -138,16 +141,34 @@ class FrontServer(web.Server):
         )
         self.options = options
         self.draining = False
+        self.own: set[OwnConnection] = set()
+        """Connections that are still plain; the rest are aiohttp's."""
         self._front_handler = handler
         prefix = os.urandom(6).hex()
         self._ids = (f"req_{prefix}{n:08x}" for n in itertools.count(1))
-        self._deadlines: dict[FrontConnection, float] = {}
+        self._deadlines: dict[FrontConnection | OwnConnection, float] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         shortest = min(options.silent_s, options.head_s, options.linger_s)
         self._sweep_s = min(max(shortest / 8, 0.005), 0.5)
 
-    def __call__(self) -> web_protocol.RequestHandler:
+    def __call__(self) -> Any:
+        if self.options.own_front:
+            return OwnConnection(self, self._loop)
+        return self.aiohttp_connection()
+
+    def aiohttp_connection(self) -> FrontConnection:
+        """Return a connection for everything that is not plain."""
         return FrontConnection(self, self._loop)
+
+    @property
+    def connections(self) -> list[Any]:
+        """All of them, of either kind."""
+        return [*self.own, *self._connections]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more connection is to be turned away."""
+        return len(self.own) + len(self._connections) >= self.options.max_connections
 
     def begin_drain(self) -> None:
         """
@@ -157,25 +178,27 @@ class FrontServer(web.Server):
         """
         self.draining = True
         for connection in self.connections:
-            assert isinstance(connection, FrontConnection)
             connection.close_if_idle()
 
     async def shutdown(self, timeout: float | None = None) -> None:
         """Wait for running handlers up to *timeout* seconds, cancel the rest, close everything."""
         self.begin_drain()
-        await super().shutdown(timeout)
+        await asyncio.gather(
+            super().shutdown(timeout), *(each.shutdown(timeout) for each in tuple(self.own))
+        )
+        self.own.clear()
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
         self._deadlines.clear()
 
-    def watch(self, connection: FrontConnection, seconds: float) -> None:
+    def watch(self, connection: FrontConnection | OwnConnection, seconds: float) -> None:
         """Call the connection's `overdue` after *seconds*, unless it is watched anew or let go."""
         self._deadlines[connection] = self._loop.time() + seconds
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
 
-    def unwatch(self, connection: FrontConnection) -> None:
+    def unwatch(self, connection: FrontConnection | OwnConnection) -> None:
         """End `watch`."""
         self._deadlines.pop(connection, None)
 
@@ -188,6 +211,53 @@ class FrontServer(web.Server):
         if self._deadlines:
             self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
 
+    def request_id(self, wished: str | None) -> str:
+        """Return the client's own id if it is short and plain, else one of ours."""
+        return wished if wished and _REQUEST_ID.fullmatch(wished) else next(self._ids)
+
+    def turn_away(self, transport: asyncio.Transport) -> None:
+        """Refuse a connection that is one too many."""
+        error = ApiError.of(
+            "queue_full", "The router has as many connections as it may.", retry_after_s=5.0
+        )
+        self.options.on_refused(error.code)
+        transport.write(_raw_answer(error, next(self._ids)))
+        transport.close()
+
+    async def answer(self, request: PlainRequest) -> web.StreamResponse:
+        """
+        Answer a plain request, whatever happens.
+
+        Raises:
+            asyncio.CancelledError, ConnectionError: there is nobody to answer, or it has begun.
+        """
+        try:
+            return await self._front_handler(request)
+        except ApiError as refusal:
+            error = refusal
+        except (asyncio.CancelledError, ConnectionError):
+            raise
+        except Exception as bug:  # noqa: BLE001 # a handler's boundary: it is logged, without its text
+            error = _bug(bug, request.request_id)
+        if request.answer_begun or request.output_size:
+            raise ConnectionError("an answer has begun already")
+        return render(error, family_of(request.route_path), request.request_id)
+
+    def written(self, request: PlainRequest, response: web.StreamResponse, *, close: bool) -> bytes:
+        """Return *response*, whose body is in memory, as it goes to a client."""
+        assert isinstance(response, web.Response)
+        body = response.body or b""
+        assert isinstance(body, bytes)
+        headers = response.headers
+        _complete(headers, request)
+        headers["Content-Length"] = str(len(body))
+        headers["Date"] = rfc822_formatted_time()
+        if close:
+            headers["Connection"] = "close"
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        reason = HTTPStatus(response.status).phrase
+        return f"HTTP/1.1 {response.status} {reason}\r\n{lines}\r\n".encode("latin-1") + body
+
     def _make_front_request(
         self,
         message: RawRequestMessage,
@@ -199,8 +269,7 @@ class FrontServer(web.Server):
         if message is web_protocol.ERROR:
             message = _UNREADABLE
         request = FrontRequest(message, payload, protocol, writer, task, self._loop)
-        wished = message.headers.get("x-request-id")
-        request.request_id = wished if wished and _REQUEST_ID.fullmatch(wished) else next(self._ids)
+        request.request_id = self.request_id(message.headers.get("x-request-id"))
         request.cors_headers = self.options.cors.headers(message.headers)
         request.is_last = head.offers_upgrade(request)
         return request
@@ -269,8 +338,9 @@ class FrontConnection(web_protocol.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
-        if len(self._front._connections) >= self._front.options.max_connections:
-            self._turn_away(transport)
+        if self._front.is_full:
+            self._force_close = True
+            self._front.turn_away(transport)
             return
         super().connection_made(transport)
         self._front.watch(self, self._front.options.silent_s)
@@ -297,15 +367,6 @@ class FrontConnection(web_protocol.RequestHandler):
             self._refuse(ApiError.of("request_timeout", "The request head did not arrive in time."))
         else:
             self.force_close()
-
-    def _turn_away(self, transport: asyncio.Transport) -> None:
-        self._force_close = True
-        error = ApiError.of(
-            "queue_full", "The router has as many connections as it may.", retry_after_s=5.0
-        )
-        self._front.options.on_refused(error.code)
-        transport.write(_raw_answer(error, next(self._front._ids)))
-        transport.close()
 
     # --- reading ---------------------------------------------------------------------------------
 
@@ -402,8 +463,7 @@ class FrontConnection(web_protocol.RequestHandler):
             error = head.parse_failure(exc)
             self._front.options.on_refused(error.code)
         else:
-            error = ApiError.of("internal_error", "The router failed; its log has the details.")
-            _log_bug("request handler failed", exc, request.request_id)
+            error = _bug(exc, request.request_id)
         if request.answer_begun or request.writer.output_size > 0:
             if self.transport is not None:
                 self.transport.abort()
@@ -490,6 +550,19 @@ def _raw_answer(error: ApiError, request_id: str) -> bytes:
     headers["Connection"] = "close"
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return f"HTTP/1.1 {error.status} Service Unavailable\r\n{lines}\r\n".encode("ascii") + body
+
+
+def _complete(headers: CIMultiDict[str], request: Request) -> None:
+    """Add what every answer carries."""
+    headers.setdefault("x-request-id", request.request_id)
+    headers.setdefault("request-id", request.request_id)
+    for name, value in request.cors_headers.items():
+        headers.setdefault(name, value)
+
+
+def _bug(error: BaseException | None, request_id: str) -> ApiError:
+    _log_bug("request handler failed", error, request_id)
+    return ApiError.of("internal_error", "The router failed; its log has the details.")
 
 
 def _log_bug(event: str, error: BaseException | None, request_id: str) -> None:

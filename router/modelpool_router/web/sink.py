@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from ..core.headers import Framing
+from .request import ClientSide
 from .sweep import Sweep
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -37,7 +38,15 @@ class PipedResponse(web.StreamResponse):
         """Whether another request may come on this connection."""
         return self._stays_open
 
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+    async def prepare(self, request: ClientSide) -> AbstractStreamWriter | None:
+        """Do nothing that is not said in `finish`."""
+        self.finish()
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Do nothing: it was written."""
+
+    def finish(self) -> None:
         """
         Cut the connection off, if that is how this answer ends.
 
@@ -45,10 +54,6 @@ class PipedResponse(web.StreamResponse):
         """
         if self._abort is not None:
             self._abort()
-        return None
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        """Do nothing: it was written."""
 
 
 class ClientSink:
@@ -59,7 +64,7 @@ class ClientSink:
     (at most 256 KiB) on top that is all that is ever buffered for a client.
     """
 
-    def __init__(self, request: web.BaseRequest, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, request: ClientSide, loop: asyncio.AbstractEventLoop) -> None:
         self.started = False
         """Whether a byte of this answer was written."""
         self.sent = 0

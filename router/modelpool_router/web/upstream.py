@@ -262,6 +262,7 @@ class UpstreamClient:
         self._tls = tls
         self._open: set[UpstreamConnection] = set()
         self._idle: dict[_Key, list[UpstreamConnection]] = {}
+        self._dialling: set[asyncio.Task[UpstreamConnection]] = set()
         self._closing = False
 
     @property
@@ -295,6 +296,19 @@ class UpstreamClient:
         Raises:
             ConnectRefused: none answered in time.
         """
+        # A task of its own, since whoever asks may run without one and time limits need one.
+        dialling = self._loop.create_task(self._connect(endpoint))
+        self._dialling.add(dialling)
+        dialling.add_done_callback(self._dialling.discard)
+        try:
+            return await dialling
+        except asyncio.CancelledError:
+            # It may have been connected in the very tick that cancels who asked.
+            if dialling.done() and not dialling.cancelled() and dialling.exception() is None:
+                dialling.result().abort()
+            raise
+
+    async def _connect(self, endpoint: Endpoint) -> UpstreamConnection:
         try:
             async with asyncio.timeout(self.limits.connect_timeout_s):
                 return await self._dial(endpoint)
@@ -319,6 +333,8 @@ class UpstreamClient:
         """Close everything; exchanges that still run fail."""
         self._closing = True
         self._idle.clear()
+        for dialling in tuple(self._dialling):
+            dialling.cancel()
         for connection in tuple(self._open):
             connection.eof_received()  # as if the other side had closed
         self.sweep.close()

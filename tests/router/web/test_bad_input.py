@@ -18,6 +18,7 @@ from typing import Literal
 
 import pytest
 
+from fronts import front_of
 from modelpool_router.web.intake import IntakeLimits
 from modelpool_router.web.server import ServerOptions
 from rawclient import RawAnswer, RawClient
@@ -428,14 +429,15 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
             assert secret not in log
 
 
-@pytest.fixture(params=["stub", "program"])
+@pytest.fixture(params=["own", "aiohttp", "program"])
 async def front(request: pytest.FixtureRequest, program: Front) -> AsyncIterator[Front]:
     """What is under test: the front's parts alone, freshly started, or the whole router."""
     if request.param == "program":
         yield program
         return
-    async with stub_front() as (running, _, _):
-        yield running
+    with front_of(request.param):
+        async with stub_front() as (running, _, _):
+            yield running
 
 
 @pytest.fixture
@@ -691,17 +693,14 @@ async def test_other_origins_get_no_cors_headers(front: Front, origin: str) -> N
             assert answer.header("access-control-allow-origin") is None
 
 
-# --- time -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["stub"])
+@pytest.fixture(params=["own", "aiohttp"])
 async def impatient(request: pytest.FixtureRequest) -> AsyncIterator[Front]:
     """The same with time limits of a fraction of a second."""
-    assert request.param == "stub"
     limits = IntakeLimits(idle_s=0.2, total_s=0.5)
     options = ServerOptions(silent_s=0.3, head_s=0.2, keep_alive_s=0.3, linger_s=0.3)
-    async with stub_front(limits=limits, options=options) as (running, _, _):
-        yield running
+    with front_of(request.param):
+        async with stub_front(limits=limits, options=options) as (running, _, _):
+            yield running
 
 
 async def test_stalled_head_is_ended(impatient: Front) -> None:

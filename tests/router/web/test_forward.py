@@ -21,6 +21,8 @@ from rawupstream import (
 )
 from relay import RawClient, Relay, post
 
+pytestmark = pytest.mark.usefixtures("either_front")
+
 # -- ordinary answers --------------------------------------------------------------------------
 
 

@@ -29,6 +29,8 @@ from rawupstream import (
 from relay import RawClient, Relay
 from tlspair import client_context
 
+pytestmark = pytest.mark.usefixtures("either_front")
+
 # -- clients that leave ------------------------------------------------------------------------
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from aiohttp import http_parser, web
 
+from fronts import is_own
 from modelpool_router.web.errors import ApiError
+from modelpool_router.web.front import OwnConnection
+from modelpool_router.web.request import Request
 from modelpool_router.web.server import (
-    FrontRequest,
     ParserMissing,
     ServerOptions,
     make_server,
@@ -19,6 +23,8 @@ from modelpool_router.web.server import (
 )
 from rawclient import BadAnswer, RawClient
 from stubfront import KEY, stub_front
+
+pytestmark = pytest.mark.usefixtures("either_front")
 
 AUTH = f"Authorization: Bearer {KEY}\r\n".encode()
 P = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n" + AUTH
@@ -34,19 +40,27 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+def requests_behind(connection: Any) -> int:
+    """Return how many requests of a connection were seen and wait for their turn."""
+    if isinstance(connection, OwnConnection):
+        return connection._backlog.count(b"\r\n\r\n")
+    return len(connection._messages)
+
+
 class Served:
     """A server around one handler, for what the stub does not do."""
 
     def __init__(
         self,
-        handler: Callable[[FrontRequest], Awaitable[web.StreamResponse]],
+        handler: Callable[[Request], Awaitable[web.StreamResponse]],
         options: ServerOptions | None = None,
     ) -> None:
         self._handler = handler
         self._options = options
 
     async def __aenter__(self) -> RawClient:
-        self.server = make_server(self._handler, self._options)
+        options = replace(self._options or ServerOptions(), own_front=is_own())
+        self.server = make_server(self._handler, options)
         self._listener = await asyncio.get_running_loop().create_server(self.server, "127.0.0.1", 0)
         self.address = self._listener.sockets[0].getsockname()[:2]
         self.client = RawClient(*self.address)
@@ -168,9 +182,9 @@ async def test_a_broken_request_behind_a_held_one_does_not_disturb_it() -> None:
             await stub.arrived.wait()
             (connection,) = server.connections
             await client.send(GET)
-            await until(lambda: len(connection._messages) == 1)
+            await until(lambda: requests_behind(connection) == 1)
             await client.send(b"GET / HTTP/1.1\r\nBad Field: x\r\n\r\n" + GET)
-            await until(lambda: len(connection._messages) == 2)
+            await until(lambda: requests_behind(connection) >= 2)
             stub.hold.set()
             assert (await client.answer()).status == 200
             assert (await client.answer()).status == 200
@@ -250,7 +264,7 @@ async def test_too_many_connections_are_turned_away_with_an_answer() -> None:
 async def test_a_bug_in_a_handler_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """500 in our shape; the log says where, and quotes nothing."""
 
-    async def handler(request: FrontRequest) -> web.StreamResponse:
+    async def handler(request: Request) -> web.StreamResponse:
         raise KeyError(request.headers["X-Secret"])
 
     with caplog.at_level(logging.DEBUG):
@@ -272,19 +286,20 @@ async def test_a_bug_in_a_handler_tells_nothing(caplog: pytest.LogCaptureFixture
 async def test_no_error_follows_an_answer_that_has_begun(caplog: pytest.LogCaptureFixture) -> None:
     """Whether aiohttp or somebody past it began: the client must see that it broke off."""
 
-    async def past(request: FrontRequest) -> web.StreamResponse:
+    async def past(request: Request) -> web.StreamResponse:
         assert request.transport is not None
         request.answer_begun = True
         request.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nbeg")
         raise RuntimeError
 
-    async def through(request: FrontRequest) -> web.StreamResponse:
+    async def through(request: Any) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b"beg")
         raise RuntimeError
 
-    for handler in (past, through):
+    # (behind the own front nobody writes through aiohttp)
+    for handler in (past,) if is_own() else (past, through):
         async with Served(handler) as client:
             await client.send(GET)
             with pytest.raises(BadAnswer):
@@ -295,7 +310,7 @@ async def test_no_error_follows_an_answer_that_has_begun(caplog: pytest.LogCaptu
 async def test_errors_of_handlers_carry_what_they_say() -> None:
     """Status, code, retry advice and headers of an ApiError come out as they are."""
 
-    async def handler(request: FrontRequest) -> web.StreamResponse:
+    async def handler(request: Request) -> web.StreamResponse:
         raise ApiError.of(
             "member_failed", "It broke.", retry_after_s=400, retryable=False, headers={"X-A": "b"}
         )

@@ -1,0 +1,552 @@
+"""
+The own front: plain requests without aiohttp, at a fraction of its cost.
+
+A connection begins here and stays for as long as everything on it is plain: one whole head at a
+time, GET or POST, a path of `core.paths` to the letter, HTTP/1.1, ASCII, each field once, a body
+with a length. At the first thing that is not, the connection goes to aiohttp's server, together
+with the bytes that have not been answered, and never comes back. So nothing is refused or repaired
+here, and there is no second opinion on what is malformed: `server` has the only one.
+
+Handlers are the same behind both fronts and see the same `Request`. Here they are run without a
+task: a request that does not have to wait is answered in the call that brought it. Only a body
+that comes in pieces gets a task (and aiohttp's `StreamReader`), for that is where time limits are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from aiohttp import web
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http import HttpVersion11
+from aiohttp.streams import StreamReader
+
+from ..core.headers import Field
+from ..core.paths import is_exact
+from ..core.target import is_valid_host
+from .request import PlainFields
+from .sink import PipedResponse
+
+if TYPE_CHECKING:
+    from .server import FrontServer
+
+MAX_BACKLOG: Final = 64 * 1024
+"""Bytes of pipelined requests kept unread behind the one that is being answered."""
+_MAX_HEAD: Final = 8 * 1024
+_MAX_FIELDS: Final = 100
+_BODY_LIMIT: Final = 64 * 1024  # as aiohttp: twice this much may wait to be read
+_LINES_KEPT: Final = 1024
+_LINE_KEPT: Final = 128
+
+_line = re.compile(
+    rb"([!#$%&'*+.^_`|~0-9A-Za-z-]++):[ \t]*+([\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?)[ \t]*"
+)
+_NOT_PLAIN: Final = frozenset(
+    (
+        "content-encoding",
+        "expect",
+        "http2-settings",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    )
+)
+_SECRET: Final = frozenset(("authorization", "cookie", "proxy-authorization", "x-api-key"))
+
+_Line = tuple[str, str, Field]
+"""Lower-case name, value, and both as they came."""
+_lines: dict[bytes, _Line] = {}
+"""Clients say the same lines again and again. Bounded, and without secrets."""
+
+
+class PlainHead:
+    """A head that was found to be plain; *end* is where its body begins."""
+
+    __slots__ = ("end", "fields", "length", "method", "path", "raw")
+
+    def __init__(
+        self, method: str, path: str, fields: PlainFields, raw: list[Field], end: int, length: int
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.fields = fields
+        self.raw = raw
+        self.end = end
+        self.length = length
+
+
+def read_head(data: bytes) -> PlainHead | None:
+    """Return the head at the beginning of *data* if it is whole and plain, else None."""
+    end = data.find(b"\r\n\r\n", 0, _MAX_HEAD)
+    if end < 0:
+        return None
+    lines = data[:end].split(b"\r\n")
+    words = lines[0].split(b" ")
+    if len(words) != 3 or words[2] != b"HTTP/1.1" or len(lines) > _MAX_FIELDS:
+        return None
+    fields, raw = PlainFields(), []
+    for line in lines[1:]:
+        known = _lines.get(line) or _read_line(line)
+        if known is None or dict.__contains__(fields, known[0]):
+            return None
+        dict.__setitem__(fields, known[0], known[1])
+        raw.append(known[2])
+    return _checked(words[0], words[1], fields, raw, end + 4)
+
+
+def _checked(
+    method: bytes, target: bytes, fields: PlainFields, raw: list[Field], end: int
+) -> PlainHead | None:
+    # as it came, so that nothing has to be undone: no escapes, no query, no doubled slashes
+    path = target.decode("latin-1")
+    host = dict.get(fields, "host")
+    length = dict.get(fields, "content-length")
+    if host is None or not is_valid_host(host) or not is_exact(path):
+        return None
+    if dict.get(fields, "connection", "keep-alive").lower() != "keep-alive":
+        return None
+    if method == b"POST" and length is not None and length.isdecimal() and len(length) < 16:
+        return PlainHead("POST", path, fields, raw, end, int(length))
+    if method == b"GET" and length is None:
+        return PlainHead("GET", path, fields, raw, end, 0)
+    return None
+
+
+def _read_line(line: bytes) -> _Line | None:
+    found = _line.fullmatch(line)
+    if found is None:
+        return None
+    name = found[1].decode("ascii").lower()
+    if name in _NOT_PLAIN:
+        return None
+    read = (name, found[2].decode("ascii"), (found[1], found[2]))
+    if len(line) <= _LINE_KEPT and name not in _SECRET:
+        if len(_lines) >= _LINES_KEPT:
+            _lines.clear()
+        _lines[line] = read
+    return read
+
+
+class WholeBody:
+    """A body that came with its head; as much of a `StreamReader` as `intake` uses."""
+
+    __slots__ = ("_data", "total_bytes")
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.total_bytes = len(data)
+
+    def is_eof(self) -> bool:
+        """Say that all of it is here."""
+        return True
+
+    def read_nowait(self) -> bytes:
+        """Return it; nothing the second time."""
+        data, self._data = self._data, b""
+        return data
+
+    async def readany(self) -> bytes:
+        """Return it at once, as `read_nowait`."""
+        return self.read_nowait()
+
+
+class PlainRequest:
+    """See `request.Request`."""
+
+    __slots__ = (
+        "_connection",
+        "answer_begun",
+        "content",
+        "cors_headers",
+        "headers",
+        "method",
+        "output_size",
+        "raw_headers",
+        "request_id",
+        "route_path",
+    )
+
+    version = HttpVersion11
+    keep_alive = True
+    route_query = ""
+
+    def __init__(
+        self,
+        connection: OwnConnection,
+        head: PlainHead,
+        content: WholeBody | StreamReader,
+        request_id: str,
+        cors_headers: Mapping[str, str],
+    ) -> None:
+        self._connection = connection
+        self.method = head.method
+        self.route_path = head.path
+        self.headers = head.fields
+        self.raw_headers = head.raw
+        self.content = content
+        self.request_id = request_id
+        self.cors_headers = cors_headers
+        self.answer_begun = False
+        self.output_size = 0
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """None when the client left."""
+        return self._connection.transport
+
+    @property
+    def protocol(self) -> OwnConnection:
+        """Who knows whether the client keeps up."""
+        return self._connection
+
+    @property
+    def writer(self) -> PlainRequest:
+        """Where a sink notes that an answer has begun (*output_size*)."""
+        return self
+
+    @property
+    def must_close(self) -> bool:
+        """True when the answer has to say ``Connection: close``."""
+        return self._connection.ends
+
+
+class OwnConnection(BaseProtocol):
+    """
+    One client connection, until something on it is not plain.
+
+    A `BaseProtocol` of aiohttp, whose flow control it uses, and to `FrontServer` one of its
+    connections like all others.
+    """
+
+    __slots__ = (
+        "_backlog",
+        "_deaf",
+        "_missing",
+        "_running",
+        "_server",
+        "_since",
+        "_stream",
+        "_idle_limit",
+    )
+
+    def __init__(self, server: FrontServer, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._upgraded = True  # for the base: there is no parser that has to be paused
+        self._server = server
+        self._running: _Steps | _Task | None = None
+        self._stream: StreamReader | None = None
+        self._missing = 0  # bytes of the body that is being received
+        self._backlog = b""
+        self._deaf = False
+        self._since = 0.0
+        self._idle_limit = server.options.silent_s
+
+    # --- connection ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        if self._server.is_full:
+            self._server.turn_away(self.transport)
+            return
+        self._server.own.add(self)
+        self._since = self._loop.time()
+        self._server.watch(self, self._idle_limit)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._server.unwatch(self)
+        super().connection_lost(exc)
+        self._backlog = b""
+        if self._running is None:
+            self._server.own.discard(self)
+            return
+        if self._stream is not None:
+            self._stream.set_exception(ConnectionResetError("the client left"))
+        self._running.cancel()
+
+    @property
+    def ends(self) -> bool:
+        """True when the answer under way is the last one here."""
+        return self._server.draining or (self._deaf and not self._has_whole_request())
+
+    def close_if_idle(self) -> None:
+        """Close now unless a request is under way."""
+        if self._running is None:
+            self.force_close()
+
+    def close(self) -> None:
+        """Answer nothing but what is under way."""
+        self._deaf, self._backlog = True, b""
+        self.close_if_idle()
+
+    def force_close(self) -> None:
+        """Close without a further word."""
+        if self.transport is not None:
+            self.transport.close()
+
+    async def shutdown(self, timeout: float | None = None) -> None:
+        """Let what is under way end within *timeout* seconds, then cut it off."""
+        running = self._running
+        if running is not None:
+            await asyncio.wait([running.ended], timeout=timeout)
+            running.cancel()
+            await asyncio.wait([running.ended], timeout=timeout)
+        if self.transport is not None:
+            self.transport.abort()
+
+    def overdue(self) -> None:
+        """React to the end of a time limit; looked at late, so that requests do not pay for it."""
+        left = self._since + self._idle_limit - self._loop.time()
+        if self._running is None and left <= 0:
+            self.force_close()
+        else:
+            self._server.watch(self, self._idle_limit if self._running is not None else left)
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        if self._missing:
+            data = self._receive(data)
+            if not data:
+                return
+        if self._running is None:
+            self._begin(data)
+            return
+        self._backlog += data
+        if len(self._backlog) > MAX_BACKLOG:
+            # Reading on is how we notice that a client left; so what cannot be kept is dropped,
+            # and the last answer to what was read whole ends the connection.
+            self._deaf = True
+
+    def eof_received(self) -> None:
+        """Close: there is nobody to answer any more."""
+
+    def _receive(self, data: bytes) -> bytes:
+        """Take more of a body; return what is behind it."""
+        stream = self._stream
+        mine = data if len(data) <= self._missing else data[: self._missing]
+        self._missing -= len(mine)
+        if stream is not None:
+            stream.feed_data(mine)
+            if not self._missing:
+                self._stream = None
+                stream.feed_eof()
+        return data[len(mine) :]
+
+    def _has_whole_request(self) -> bool:
+        head = read_head(self._backlog)
+        return head is not None and head.end + head.length <= len(self._backlog)
+
+    def _begin(self, data: bytes) -> None:
+        """Answer the request at the beginning of *data*, or leave the connection to aiohttp."""
+        head = read_head(data)
+        if head is None:
+            self._hand_over(data)
+            return
+        whole = head.end + head.length
+        if len(data) >= whole:
+            self._backlog = data[whole:]
+            request = self._request(head, WholeBody(data[head.end : whole]))
+            self._running = steps = _Steps(self, request, self._loop)
+            steps.run(self._server.answer(request))
+            return
+        self._backlog = b""
+        self._stream = stream = StreamReader(self, _BODY_LIMIT, loop=self._loop)
+        self._missing = head.length
+        request = self._request(head, stream)
+        self._running = _Task(self, request, self._server.answer(request), self._loop)
+        self._receive(data[head.end :])
+
+    def _request(self, head: PlainHead, content: WholeBody | StreamReader) -> PlainRequest:
+        request_id = self._server.request_id(head.fields.get("x-request-id"))
+        return PlainRequest(
+            self, head, content, request_id, self._server.options.cors.headers(head.fields)
+        )
+
+    def _hand_over(self, data: bytes) -> None:
+        """Let aiohttp go on with this connection, beginning with *data*."""
+        transport, server = self.transport, self._server
+        assert transport is not None
+        server.unwatch(self)
+        server.own.discard(self)
+        other = server.aiohttp_connection()
+        other._paused = self._paused
+        self.transport = None
+        transport.set_protocol(other)
+        other.connection_made(transport)
+        other.data_received(data)
+
+    # --- answering -------------------------------------------------------------------------------
+
+    def answered(self, request: PlainRequest, response: web.StreamResponse) -> None:
+        """Send what is not sent yet, then go on with the next request or end the connection."""
+        self._running = None
+        transport = self.transport
+        if transport is None:
+            self._server.own.discard(self)
+            return
+        unread = self._missing > 0
+        if isinstance(response, PipedResponse):
+            stays = response.keep_alive and not unread and not self.ends
+            response.finish()
+        else:
+            stays = not unread and not self.ends
+            transport.write(self._server.written(request, response, close=not stays))
+        if transport.is_closing():
+            return
+        if not stays:
+            self._end(linger=unread or self._deaf)
+            return
+        self._since = self._loop.time()
+        self._idle_limit = self._server.options.keep_alive_s
+        if self._backlog:
+            self._loop.call_soon(self._go_on)
+
+    def lost(self) -> None:
+        """The answer cannot be completed."""
+        self._running = None
+        if self.transport is not None:
+            self.transport.abort()
+        else:
+            self._server.own.discard(self)
+
+    def _go_on(self) -> None:
+        if self._running is None and self._backlog and self.transport is not None:
+            data, self._backlog = self._backlog, b""
+            self._begin(data)
+
+    def _end(self, *, linger: bool) -> None:
+        """
+        Close. With *linger* our side first; what the client still sends is read and dropped.
+
+        Closing with unread bytes makes the kernel send a reset, which can destroy the answer
+        before the client has read it.
+        """
+        transport = self.transport
+        assert transport is not None
+        self._deaf = True
+        self._backlog = b""
+        if not linger or not transport.can_write_eof():
+            transport.close()
+            return
+        if self._reading_paused:
+            self._reading_paused = False
+            transport.resume_reading()
+        transport.write_eof()
+        self._since = self._loop.time()
+        self._idle_limit = self._server.options.linger_s
+        self._server.watch(self, self._idle_limit)
+
+
+class _Steps:
+    """
+    Runs one handler without a task: on the spot, then whenever what it waits for is done.
+
+    Enough for handlers that await futures and tasks; what asks for the current task
+    (`asyncio.timeout`) has to be in a task of its own.
+    """
+
+    __slots__ = (
+        "_cancelled",
+        "_connection",
+        "_coroutine",
+        "_ended",
+        "_loop",
+        "_request",
+        "_waits_for",
+    )
+
+    def __init__(
+        self, connection: OwnConnection, request: PlainRequest, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._connection = connection
+        self._request = request
+        self._loop = loop
+        self._coroutine: Coroutine[Any, Any, web.StreamResponse] | None = None
+        self._waits_for: asyncio.Future[Any] | None = None
+        self._cancelled = False
+        self._ended: asyncio.Future[None] | None = None
+
+    @property
+    def ended(self) -> asyncio.Future[None]:
+        """Done when the handler is."""
+        if self._ended is None:
+            self._ended = self._loop.create_future()
+            if self._coroutine is None:
+                self._ended.set_result(None)
+        return self._ended
+
+    def run(self, coroutine: Coroutine[Any, Any, web.StreamResponse]) -> None:
+        """Go as far as possible now."""
+        self._coroutine = coroutine
+        self._step()
+
+    def cancel(self) -> None:
+        """Let the handler see `CancelledError` where it waits, or when it goes on."""
+        if self._waits_for is None or not self._waits_for.cancel():
+            self._cancelled = True
+
+    def _step(self, _: asyncio.Future[Any] | None = None) -> None:
+        coroutine = self._coroutine
+        assert coroutine is not None
+        self._waits_for = None
+        try:
+            if self._cancelled:
+                self._cancelled = False
+                waits_for = coroutine.throw(asyncio.CancelledError())
+            else:
+                waits_for = coroutine.send(None)
+        except StopIteration as done:
+            self._end()
+            self._connection.answered(self._request, done.value)
+        except (asyncio.CancelledError, ConnectionError):
+            self._end()
+            self._connection.lost()
+        else:
+            if waits_for is None:  # it lets others run
+                self._loop.call_soon(self._step)
+                return
+            waits_for._asyncio_future_blocking = False
+            waits_for.add_done_callback(self._step)
+            self._waits_for = waits_for
+            if self._cancelled and waits_for.cancel():
+                self._cancelled = False
+
+    def _end(self) -> None:
+        self._coroutine = None
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+
+class _Task:
+    """Runs one handler as a task: it has to wait for the rest of its body, with time limits."""
+
+    __slots__ = ("_connection", "_request", "ended")
+
+    def __init__(
+        self,
+        connection: OwnConnection,
+        request: PlainRequest,
+        coroutine: Coroutine[Any, Any, web.StreamResponse],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._connection = connection
+        self._request = request
+        self.ended = loop.create_task(self._run(coroutine))
+
+    def cancel(self) -> None:
+        """Let the handler see `CancelledError`."""
+        self.ended.cancel()
+
+    async def _run(self, coroutine: Coroutine[Any, Any, web.StreamResponse]) -> None:
+        try:
+            response = await coroutine
+        except (asyncio.CancelledError, ConnectionError):
+            self._connection.lost()
+        else:
+            self._connection.answered(self._request, response)
