@@ -324,8 +324,14 @@ class Checks:
                 continue
             for pod in self.at(role, slot["ordinal"]):
                 captured = pod["metadata"]["uid"] in slot.get("memberUIDs", ())
-                if captured and not going(pod) and labels_of(pod).get(ROUTING_LABEL):
+                answers = not going(pod) and labels_of(pod).get(ROUTING_LABEL)
+                if captured and answers and self._is_buildable():
                     self._fail("I8", f"{pod['metadata']['name']} is condemned and still answers")
+
+    def _is_buildable(self) -> bool:
+        """Whether anything may be done at all."""
+        found = self.deployment()
+        return found is not None and bool(expected(self.cluster, found))
 
     def _peers_are_there(self) -> None:
         if self._was_going or self.deployment() is None:
@@ -379,7 +385,7 @@ class Checks:
                 self._fail("I3", f"{role}/{ordinal} is said to wait and is admitted")
             if not self._differs(deployment, role, ordinal, mine):
                 self._fail("I6", f"{role}/{ordinal} is replaced and nothing about it differs")
-        elif not mine or len(mine) >= total_of(mine[0]):
+        elif mine and len(mine) >= total_of(mine[0]):
             self._fail("I6", f"{role}/{ordinal} is said to be broken and is not")
         self.checked["I6"] += 1
 

@@ -242,6 +242,35 @@ async def test_a_member_with_affinity_that_its_workload_lacks_is_a_difference() 
     assert "affinity" in lab.status()["replacement"]["reason"]
 
 
+def _hash(lab: Lab) -> None:
+    note: Json = {"metadata": {"annotations": {"modelpool.dev/spec-hash": "other"}}}
+    lab.cluster.edit(PODS, NAMESPACE, lab.pods(0)[0]["metadata"]["name"], note, actor="stranger")
+
+
+def _third(lab: Lab) -> None:
+    pod = lab.pods(0)[0]
+    meta = {key: pod["metadata"][key] for key in ("labels", "annotations", "ownerReferences")}
+    double = {
+        "metadata": {"name": "third", **meta},
+        "spec": {"containers": pod["spec"]["containers"]},
+    }
+    lab.cluster.put(PODS, NAMESPACE, double, actor="stranger")
+
+
+@pytest.mark.parametrize("change", [_hash, _third])
+async def test_members_that_differ_are_not_admitted_afresh(change: Callable[[Lab], None]) -> None:
+    lab = Lab(role(size=2))
+    await lab.settle()
+    await waiting(lab)
+    while lab.kueue.admit():
+        pass
+    change(lab)
+
+    await lab.look(2)
+
+    assert lab.slot()["phase"] == "WaitingForAdmission"
+
+
 async def test_a_newcomer_on_the_old_reservation_is_not_admitted_afresh() -> None:
     """Kueue would adopt it; the old Workload must be gone before anything is made."""
     lab = Lab(role(replicas=1))

@@ -244,37 +244,71 @@ async def test_r29_a_workload_made_after_the_record_is_deleted_by_its_owners() -
     assert len(lab.pods()) == 2 and lab.record is None
 
 
-async def test_r27_another_pod_under_a_captured_name_is_spared_and_the_pass_goes_on() -> None:
-    """Between the look and the delete the captured Pod made room for another one."""
+@pytest.mark.parametrize("made_anew", [True, False])
+async def test_r27_a_captured_pod_that_is_gone_before_its_delete_is_done(made_anew: bool) -> None:
+    """Between the look and the delete the captured Pod has made room, perhaps for another one."""
     lab = Lab(role(size=2))
     await lab.settle()
     lab.edit(image="engine:2")
     first = lab.pods()[0]
     name = first["metadata"]["name"]
+    total = {"kueue.x-k8s.io/pod-group-total-count": "2"}
     body = {
-        "metadata": {
-            "name": name,
-            "labels": first["metadata"]["labels"],
-            "annotations": {"kueue.x-k8s.io/pod-group-total-count": "2"},
-        },
+        "metadata": {"name": name, "labels": first["metadata"]["labels"], "annotations": total},
         "spec": {"containers": first["spec"]["containers"]},
     }
-    swapped: list[str] = []
+    others: list[str] = []
 
     def swap(write: Write) -> None:
-        if write.kind == MODEL_DEPLOYMENTS and "Cleanup" in (lab.record or "") and not swapped:
-            swapped.append("")
+        if write.kind == MODEL_DEPLOYMENTS and "Cleanup" in (lab.record or "") and not others:
+            others.append("")
             lab.cluster.vanish(PODS, NAMESPACE, name, actor="stranger")
-            swapped[0] = uid(lab.cluster.put(PODS, NAMESPACE, body, actor="stranger"))
+            if made_anew:
+                others[0] = uid(lab.cluster.put(PODS, NAMESPACE, body, actor="stranger"))
 
     lab.cluster.after_write.append(swap)
 
     await lab.look()
 
     assert lab.errors == []
-    assert not going(lab.cluster.must(PODS, NAMESPACE, name))
-    assert uid(lab.cluster.must(PODS, NAMESPACE, name)) == swapped[0]
-    assert going(lab.pods()[1])
+    assert going(lab.pods()[-1])
+    if made_anew:
+        there = lab.cluster.must(PODS, NAMESPACE, name)
+        assert uid(there) == others[0] and not going(there)
+
+
+async def test_r29_the_captured_workload_is_deleted_though_it_lost_its_owners() -> None:
+    lab = Lab()
+    await lab.settle()
+    lab.edit(image="engine:2")
+    busy = errors.Unavailable("later", code=429)
+    lab.port.fail(busy, verb="delete", kind=WORKLOADS)
+    await lab.look()
+    bare: Json = {"metadata": {"ownerReferences": None}}
+    lab.cluster.edit(WORKLOADS, NAMESPACE, lab.group(), bare, actor="stranger")
+
+    await lab.look()
+
+    assert going(lab.workload() or {})
+    await lab.settle()
+    assert lab.record is None
+
+
+async def test_r46_the_recorded_workload_is_deleted_though_it_lost_its_owners() -> None:
+    lab = Lab()
+    await lab.settle()
+    lab.kueue.may_admit = False
+    lab.edit(image="engine:2")
+    await lab.until("WaitingForAdmission")
+    lab.move()
+    await lab.look()
+    lab.vanish(lab.pods())
+    bare: Json = {"metadata": {"ownerReferences": None}}
+    lab.cluster.edit(WORKLOADS, NAMESPACE, lab.group(), bare, actor="stranger")
+
+    await lab.look()
+
+    assert lab.slot()["phase"] == "Cleanup" and going(lab.workload() or {})
 
 
 async def test_r28_what_is_going_is_not_deleted_again() -> None:

@@ -287,6 +287,18 @@ async def test_r39_what_was_made_beside_a_failure_is_recorded_at_the_next_look()
     assert len(lab.slot()["currentMemberUIDs"]) == 3
 
 
+async def test_r39_new_members_are_recorded_in_the_turn_that_made_them() -> None:
+    lab = Lab(role(size=2))
+    await lab.settle()
+    lab.edit(image="engine:2")
+    await lab.look()
+    lab.move()
+
+    await lab.look()
+
+    assert lab.slot()["currentMemberUIDs"] == sorted(lab.uids()) and len(lab.uids()) == 2
+
+
 async def test_t45_an_edit_after_a_half_made_replacement_fills_nothing_up() -> None:
     lab = Lab(role(size=2))
     await lab.settle()

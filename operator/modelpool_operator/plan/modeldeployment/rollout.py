@@ -187,7 +187,7 @@ def _standing(place: Place, render: RoleRender | None) -> Standing:
         place,
         read_shape(place.standing),
         render is not None and is_outdated(place.standing, render),
-        any(each.is_admitted and not each.is_going and each.owns(uids) for each in place.workloads),
+        any(each.holds_admission and each.owns(uids) for each in place.workloads),
     )
 
 

@@ -152,6 +152,12 @@ class Workload:
         return found
 
     @property
+    def holds_admission(self) -> bool:
+        """Whether it is admitted, and nobody is about to take that away."""
+        is_evicted = condition_status(self.status, kueue.EVICTED) == "True"
+        return self.is_admitted and not self.is_going and not is_evicted
+
+    @property
     def pod_sets(self) -> tuple[Json, ...]:
         """Its PodSets."""
         return tuple((self.raw.get("spec") or {}).get("podSets") or ())
