@@ -29,7 +29,7 @@ from modelpool_kube.kinds import (
     annotation,
     is_going,
 )
-from modelpool_kube.record import decode, read_mark
+from modelpool_kube.record import Frozen, decode, read_mark
 from modelpool_router.core.spec import MemberName, PoolName
 from modelpool_router.drivers.base import SlotStanding
 from modelpool_router.drivers.kubernetes import (
@@ -253,7 +253,8 @@ class KubeWorld:
         return {
             self.member_of(pod)
             for pod in self.cluster.all(PODS)
-            if runs(pod) or pod["status"]["phase"] == "Pending"
+            if self.member_of(pod) in self.names
+            and (runs(pod) or pod["status"]["phase"] == "Pending")
         }
 
     def record(self) -> Any:
@@ -292,8 +293,12 @@ class KubeWorld:
         )
 
     async def _move(self) -> None:
+        seen, quiet = 0, 0
         while True:
-            await asyncio.sleep(self.step_s)
+            # Nothing has moved for a while: look less often, so that hours pass quickly.
+            await asyncio.sleep(self.step_s * (1 if quiet < 20 else 20))
+            quiet = quiet + 1 if self._last_move() == seen else 0
+            seen = self._last_move()
             self._misbehave()
             if self.rng is None:
                 self.world.step()
@@ -303,6 +308,13 @@ class KubeWorld:
                     part.look()
                 elif self.rng.random() < 0.6:
                     part.step(look=self.rng.random() < 0.6)
+
+    def _last_move(self) -> int:
+        """Return the version of the last write that was none of a Lease."""
+        for write in reversed(self.cluster.writes):
+            if write.kind != LEASES:
+                return write.version
+        return 0
 
     def _misbehave(self) -> None:
         kubelet = self.world.kubelet
@@ -342,6 +354,8 @@ class Watchman:
         self.world = world
         self.verdicts: list[str] = []
         self.most_up = 0
+        self.forgotten: set[str] = set()
+        """Members whose Pods a person has declared gone."""
         self._routers = routers
         world.cluster.after_write.append(self._see)
 
@@ -363,7 +377,8 @@ class Watchman:
             self._say("S8", write, f"epoch {before.epoch} -> {after.epoch}")
 
     def _record(self, obj: Json | None) -> Any:
-        return None if obj is None else decode(annotation(obj, RECORD_ANNOTATION))
+        with contextlib.suppress(Frozen):
+            return None if obj is None else decode(annotation(obj, RECORD_ANNOTATION))
 
     def _see_member(self, write: Write) -> None:
         assert write.before is not None and write.after is not None
@@ -377,7 +392,7 @@ class Watchman:
         was = int(write.before["spec"].get("replicas", 1))
         now = int(write.after["spec"].get("replicas", 1))
         if now > was:
-            others = self.world.up() - {write.name}
+            others = self.world.up() - {write.name} - self.forgotten
             asked = [n for n in self.world.names if n != write.name and self.world.replicas(n)]
             if others or asked:
                 self._say("S1", write, f"{sorted(others)} live, {asked} asked for")

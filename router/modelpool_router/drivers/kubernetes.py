@@ -18,17 +18,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from modelpool_api.names import SLOT_ANNOTATION
 from modelpool_kube.backoff import Backoff
-from modelpool_kube.errors import Forbidden, KubeError
-from modelpool_kube.kinds import MEMBER_KINDS, PODS, Json, Kind, uid, version_of
+from modelpool_kube.errors import Forbidden, KubeError, NotFound
+from modelpool_kube.kinds import (
+    DEPLOYMENTS,
+    INFERENCE_SERVICES,
+    MEMBER_KINDS,
+    PODS,
+    REPLICASETS,
+    Json,
+    Kind,
+    annotation,
+    name_of,
+    uid,
+    version_of,
+)
 from modelpool_kube.lease import LeaseKeeper, LeaseLost, micro_time
 from modelpool_kube.port import Change, ClusterPort
-from modelpool_kube.record import Frozen, Phase, SlotRecord
+from modelpool_kube.record import Frozen, Phase, SlotRecord, read_mark
 from modelpool_kube.slot import (
     Contended,
     Deposed,
@@ -72,6 +86,7 @@ from .kube_pods import (
     life_of,
     load_trouble,
     loss_of,
+    pods_below,
     port_of,
     unschedulable,
 )
@@ -106,6 +121,8 @@ class _Life:
     is_lost: bool = False
     before: frozenset[str] = frozenset()
     """UIDs of Pods that were there before it."""
+    is_watched: bool = False
+    """The watch has shown its Pod, so that it means something when it shows it no more."""
     lives: Lives = field(default_factory=lambda: Lives("", 0))
     pod_name: str = ""
     address: tuple[str, int] = ("", 0)
@@ -195,8 +212,10 @@ class KubernetesDriver:
         self._invalid = ""
         self._changes: dict[MemberName, ForeignChanges] = {}
         self._scaling: set[MemberName] = set()
-        self._acknowledged: dict[MemberName, int] = {}
-        """Version of a member at our last scaling: what is older tells nothing new."""
+        self._put_off: list[tuple[Kind, Notice]] = []
+        """Changes that came while we were scaling: whose they are is known afterwards."""
+        self._own_versions: deque[tuple[MemberName, str]] = deque(maxlen=64)
+        """Versions that members got by our scaling: these changes are ours."""
         self._correcting: set[MemberName] = set()
         self._unschedulable_since: dict[str, float] = {}
         self._is_retired = False
@@ -403,11 +422,17 @@ class KubernetesDriver:
                 missing.append(str(member))
             elif (why := unsafe(member.object_kind, obj)) is not None:
                 found.append(f"UnsafeMember: {member}: {why}")
+            elif (mark := read_mark(annotation(obj, SLOT_ANNOTATION))) is not None:
+                if mark.slot != self._slot.id:
+                    found.append(
+                        f"MemberShared: {member} is a member of the slot {mark.slot.namespace}/"
+                        f"{mark.slot.lease}; take it out of one of the two pools"
+                    )
         if missing:
             text = f"MissingMembers: {', '.join(missing)}; create them, or take them out"
             found.insert(0, text)
         invalid = "; ".join(found)
-        if invalid != self._invalid and not self._invalid.startswith("MemberShared"):
+        if invalid != self._invalid:
             self._invalid = invalid
             self._begun = None
         self._judge()
@@ -450,6 +475,7 @@ class KubernetesDriver:
         *,
         check: Callable[[], None],
         limit_s: float | None = None,
+        patient: bool = False,
     ) -> None:
         """
         Repeat *attempt* until it returns None, through outages of any length.
@@ -458,6 +484,7 @@ class KubernetesDriver:
             attempt: Given whether it takes unusually long; returns what it waits for, or None.
             check: Raises when there is no point in going on.
             limit_s: Longest wait for the same thing while the cluster answers.
+            patient: Wait for people, too, and while somebody else holds the slot.
 
         Raises:
             DriverUnavailable: *limit_s* is over, or a person has to do something first.
@@ -490,18 +517,15 @@ class KubernetesDriver:
                 pause_s = pauses.next()
             except Forbidden:
                 raise
-            except MemberShared as error:
-                self._invalid = f"MemberShared: {error}"
-                self._judge()
-                raise DriverUnavailable(str(error)) from error
-            except (MemberMissing, Frozen) as error:
+            except (MemberShared, MemberMissing, Frozen) as error:
                 self._begun = None
-                self._judge_members()
-                raise DriverUnavailable(str(error)) from error
+                if not patient:
+                    raise DriverUnavailable(str(error)) from error
+                pause_s = pauses.next()
             except KubeError as error:
                 self._begun, since = None, None
                 pause_s = pauses.next(error.retry_after_s)
-            if self.standing.aside:
+            if self.standing.aside and not patient:
                 raise DriverUnavailable(self.standing.withheld)
             await self._rest(pulse, pause_s)
 
@@ -548,13 +572,16 @@ class KubernetesDriver:
             await self._keeper.write(lambda record: self._dated(record or SlotRecord(), make))
 
     async def _scale(self, member: KubeMember, begun: EpochBegun, *, up: bool) -> None:
-        self._refuse_contested()
+        self._refuse_withheld()
         self._scaling.add(member.name)
         try:
             stored = await self._actuator.scale(member.slot_member, up=up, epoch=begun.epoch)
-            self._acknowledged[member.name] = _number(stored)
+            self._own_versions.append((member.name, version_of(stored)))
         finally:
             self._scaling.discard(member.name)
+            put_off, self._put_off = self._put_off, []
+            for kind, notice in put_off:
+                self._loop.call_soon(self._notice_scaling, kind, notice)
 
     # -- up ------------------------------------------------------------------------------------
 
@@ -587,7 +614,7 @@ class KubernetesDriver:
 
         async def attempt(late: bool) -> str | None:
             async with self._act:
-                self._refuse_contested()
+                self._refuse_withheld()
                 begun = await self._epoch_for(life, announce)
                 for other in self._all_members():
                     if other.slot_member == life.spec.slot_member:
@@ -634,20 +661,31 @@ class KubernetesDriver:
         record = self._keeper.record
         if record is not None and record.phase is Phase.LOADING and record.target == member.name:
             return ""  # its load was announced and not its landing: nobody ever sent it anything
-        listing = await self._port.list(PODS, member.namespace)
-        mine = {uid(pod) for pod in self._watch.pods_of(member)}
-        for pod in listing.items:
-            if uid(pod) not in mine or not has_run(pod):
+        for pod in await self._pods_now(member):
+            if not has_run(pod):
                 continue
             port = member.port or port_of(pod)
             if port is None:
-                continue
+                return f"it was scaled up by somebody else, and no port of {name_of(pod)} is known"
             verdict = await self._idleness(member, address_of(pod), port)
-            if verdict is not Idleness.IDLE and not await self._prober.refuses(
-                address_of(pod), port
-            ):
-                return f"it was scaled up by somebody else, and its engine is {verdict.value}"
+            if verdict is Idleness.IDLE or await self._prober.refuses(address_of(pod), port):
+                continue
+            return f"it was scaled up by somebody else, and its engine is {verdict.value}"
         return ""
+
+    async def _pods_now(self, member: KubeMember) -> list[Json]:
+        """Return the Pods of *member*, most-recent: the watch may be behind."""
+        is_service = member.object_kind == INFERENCE_SERVICES
+        kind = DEPLOYMENTS if is_service else member.object_kind
+        try:
+            owner = await self._port.get(kind, member.namespace, member.target)
+        except NotFound:
+            return []
+        replica_sets: tuple[Json, ...] = ()
+        if kind == DEPLOYMENTS:
+            replica_sets = (await self._port.list(REPLICASETS, member.namespace)).items
+        pods = (await self._port.list(PODS, member.namespace)).items
+        return pods_below(kind, owner, replica_sets, pods)
 
     async def _wait_until_ready(self, life: _Life) -> Endpoint:
         """Wait for evidence: a running Pod in our epoch, and an answer of its own to us."""
@@ -820,7 +858,7 @@ class KubernetesDriver:
                 if found.reason == "NotScaledDown" and (why := await self._in_use(spec)):
                     raise DriverUnavailable(why)
             async with self._act:
-                self._refuse_contested()
+                self._refuse_withheld()
                 begun = await self._epoch_for(purpose, announce)
                 await self._scale(spec, begun, up=False)
                 is_asked = True
@@ -877,6 +915,7 @@ class KubernetesDriver:
                 return self._keeper.frozen
             if not self._watch.has_seen_members:
                 return "the members were not seen yet"
+            self._judge_members()
             async with self._act:
                 if not self._invalid and record is None:
                     record = self._keeper.record or SlotRecord()
@@ -887,6 +926,8 @@ class KubernetesDriver:
                 halves.clear()
                 for member in self._members.values():
                     state = await self._state_of(member, begun)
+                    if isinstance(state, str):
+                        return state
                     if isinstance(state, tuple):
                         found[member.name] = state
                     elif state:
@@ -922,9 +963,7 @@ class KubernetesDriver:
             return waits_for
 
         try:
-            await self._repeat(
-                attempt_often, check=lambda: None if not self._is_closed else check()
-            )
+            await self._repeat(attempt_often, check=check, patient=True)
         except Forbidden as error:
             raise DriverUnavailable(str(error)) from error
         parallels = {
@@ -972,13 +1011,21 @@ class KubernetesDriver:
                 del found[name]
         return None
 
-    async def _state_of(self, member: KubeMember, begun: EpochBegun) -> tuple[Json, int] | bool:
-        """Return Pod and port of a member that is ready, else whether it is meant to be up."""
+    async def _state_of(
+        self, member: KubeMember, begun: EpochBegun
+    ) -> tuple[Json, int] | bool | str:
+        """
+        Return Pod and port of a member that is ready, else whether it is meant to be up.
+
+        A text says what has to happen first for anybody to know.
+        """
         seen = await self._actuator.look_ready(member.slot_member, begun, None)
         if isinstance(seen, Ready):
             return False  # cannot be without a probe
         if seen.reason in ("NotScaledUp", "MemberMissing", "MemberGoing"):
             return False
+        if seen.reason in ("NotObserved", "EpochNotDown", "OwnerMissing"):
+            return seen.detail
         pod = seen.candidate
         port = None if pod is None else member.port or port_of(pod)
         if pod is None or port is None:
@@ -1020,6 +1067,9 @@ class KubernetesDriver:
         pod = self._watch.pod(life.spec.namespace, life.pod_name)
         if pod is not None and uid(pod) != life.lives.pod_uid:
             pod = None
+        life.is_watched = life.is_watched or pod is not None
+        if not life.is_watched:
+            return  # the watch is behind what was read
         trouble = loss_of(pod, life.lives)
         if trouble is not None:
             self._report_lost(life, trouble.reason, trouble.detail)
@@ -1052,9 +1102,12 @@ class KubernetesDriver:
                 continue
             name = member.name
             asked = wants(kind, obj)
-            if asked == wants(kind, notice.before) or name in self._scaling:
+            if asked == wants(kind, notice.before):
                 continue
-            if _number(obj) <= self._acknowledged.get(name, 0) or not self._is_adopted:
+            if name in self._scaling:
+                self._put_off.append((kind, notice))
+                continue
+            if (name, version_of(obj)) in self._own_versions or not self._is_adopted:
                 continue
             life = self._lives.get(name)
             expected = life is not None and life.is_scaled and not life.is_stopping
@@ -1084,10 +1137,11 @@ class KubernetesDriver:
                 )
         return ""
 
-    def _refuse_contested(self) -> None:
+    def _refuse_withheld(self) -> None:
+        """Write to no member of a pool that is not in order, or that others scale."""
         contested = self._contested()
-        if contested:
-            raise DriverUnavailable(f"ReplicasContested: {contested}")
+        if self._invalid or contested:
+            raise DriverUnavailable(self._invalid or f"ReplicasContested: {contested}")
 
     def _correct(self, member: KubeMember) -> None:
         if member.name not in self._correcting:
@@ -1116,6 +1170,7 @@ class KubernetesDriver:
         """Now and then: is our standing still what it was, and does the record say what is?"""
         while True:
             await asyncio.sleep(self._limits.look_s)
+            self._judge_members()
             self._judge()
             view = self._view() if self._is_adopted and self._keeper.is_held else None
             if view is not None and view.state is not SlotState.STARTING:
@@ -1175,11 +1230,6 @@ class KubernetesDriver:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a task ended: %s", task.get_name(), exc_info=error)
-
-
-def _number(obj: Json) -> int:
-    text = version_of(obj)
-    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _resident(member: MemberName) -> Callable[[SlotRecord], SlotRecord]:
