@@ -292,8 +292,8 @@ class MemorySettle(Section):
     """Command that prints the free memory in MiB, as `nvidia-smi --query-gpu=memory.free
     --format=csv,noheader,nounits` does; the smallest number counts."""
     timeout_s: Annotated[float, Duration("0s", "1h")] = 30.0
-    """Longest wait. Then a member that says what it needs (`memoryNeededBytes`) has failed to load, so
-    that it cannot crash half way; others are started anyway, because a number that never
+    """Longest wait. Then a member that says what it needs (`memoryNeededBytes`) has failed to
+    load, so that it cannot crash half way; others are started anyway, because a number that never
     settles must not stop the pool."""
     interval_s: Annotated[float, Duration("10ms", "1m")] = 0.5
     """Time between two looks; drivers give memory back within seconds."""
