@@ -18,7 +18,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from modelpool_api.names import OPERATOR_MANAGER
 from modelpool_kube.client import connect
 from modelpool_kube.errors import KubeError
-from modelpool_kube.kinds import INFERENCE_SERVICES, MODEL_POOLS, MODEL_ROUTERS, Kind
+from modelpool_kube.kinds import (
+    INFERENCE_SERVICES,
+    MODEL_DEPLOYMENTS,
+    MODEL_POOLS,
+    MODEL_ROUTERS,
+    Json,
+    Kind,
+)
 from modelpool_kube.port import ClusterPort
 from modelpool_kube.workqueue import WorkQueue, work
 
@@ -26,11 +33,14 @@ from .engine.acting import Actor, Key
 from .engine.events import EventRecorder
 from .engine.leading import lead
 from .engine.metrics import OperatorMetrics
+from .engine.modeldeployment import ModelDeployments
 from .engine.observe import Observer
 from .engine.probing import Asking, HttpAsking
 from .engine.reconcilers import PoolReconciler, RouterReconciler, ServiceReconciler
 from .engine.sessions import SlotSessions
 from .engine.watching import Watching
+from .plan.model import Happened
+from .plan.modeldeployment.actions import Note
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -61,8 +71,13 @@ class Operator:
         sessions = SlotSessions(self._port, self._settings.identity, self._asking, self._rng)
         queues: dict[Kind, WorkQueue[Key]] = {
             kind: WorkQueue(rng=self._rng)
-            for kind in (MODEL_POOLS, INFERENCE_SERVICES, MODEL_ROUTERS)
+            for kind in (MODEL_POOLS, INFERENCE_SERVICES, MODEL_ROUTERS, MODEL_DEPLOYMENTS)
         }
+
+        async def tell(obj: Json, note: Note) -> None:
+            event = Happened(note.reason, note.message, note.is_warning)
+            await actor.tell(MODEL_DEPLOYMENTS, obj, event)
+
         pools = PoolReconciler(
             observer, actor, sessions, self._asking, again=queues[MODEL_POOLS].add
         )
@@ -72,6 +87,7 @@ class Operator:
             MODEL_ROUTERS: RouterReconciler(
                 observer, actor, default_image=self._settings.router_image
             ).reconcile,
+            MODEL_DEPLOYMENTS: ModelDeployments(self._port, tell).reconcile,
         }
         wakes = _Queues(queues)
         watching = [

@@ -55,6 +55,8 @@ NS = "lab"
 IMAGE = "modelpool:test"
 STEP_S = 1.0
 """How long one round of everything takes."""
+TICK_S = 0.001
+"""Below what the clock of the loop tells apart for certain."""
 
 
 class Members:
@@ -138,7 +140,7 @@ class Process:
             self.wake_all()
             self._seen = version
         now = self.port.now()
-        due = [item for item, when in self._due.items() if when <= now]
+        due = [item for item, when in self._due.items() if when <= now + TICK_S]
         for kind, key in due:
             self._due.pop((kind, key), None)
             try:
@@ -172,6 +174,7 @@ class OperatorWorld:
     processes: list[Process] = field(default_factory=list)
     outsiders: set[str] = field(default_factory=lambda: {"test", "router"})
     violations: list[str] = field(default_factory=list)
+    _still: int = -1
 
     def __post_init__(self) -> None:
         self.cluster = MemCluster(clock=asyncio.get_running_loop().time)
@@ -219,7 +222,12 @@ class OperatorWorld:
 
     async def round(self) -> bool:
         """Let everything make one step; return whether anything moved."""
-        moved = self.world.step()
+        moved = False
+        if self.cluster.version != self._still:
+            # What stood still at this version stands still until somebody writes.
+            before = self.cluster.version
+            moved = self.world.step()
+            self._still = -1 if moved else before
         for process in self.processes:
             moved |= await process.step()
         return moved
@@ -236,13 +244,13 @@ class OperatorWorld:
         while True:
             if until is not None and until():
                 return
-            if loop.time() >= end:
+            if loop.time() >= end - TICK_S:
                 break
             moved = await self.round()
             due = [each.next_due for each in self.processes if each.next_due is not None]
             soon = loop.time() + STEP_S
             wake = soon if moved else min([end, *(max(when, soon) for when in due)])
-            await asyncio.sleep(max(0.0, min(wake, end) - loop.time()))
+            await asyncio.sleep(max(TICK_S, min(wake, end) - loop.time()))
         assert until is None, f"it did not happen within {seconds} s"
 
     async def kill(self, process: Process) -> None:

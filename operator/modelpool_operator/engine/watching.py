@@ -16,6 +16,7 @@ from modelpool_api.names import (
     APP_INSTANCE_LABEL,
     APP_MANAGED_BY_LABEL,
     OPERATOR_MANAGER,
+    PART_OF,
     RECORD_ANNOTATION,
     SLOT_ANNOTATION,
 )
@@ -24,6 +25,7 @@ from modelpool_kube.kinds import (
     CONFIGMAPS,
     DEPLOYMENTS,
     INFERENCE_SERVICES,
+    INSTANCE_TYPES,
     LEASES,
     MODEL_DEPLOYMENTS,
     MODEL_POOLS,
@@ -34,6 +36,7 @@ from modelpool_kube.kinds import (
     SERVICE_ACCOUNTS,
     SERVICES,
     STATEFULSETS,
+    WORKLOADS,
     Json,
     Kind,
     annotation,
@@ -46,9 +49,10 @@ from modelpool_kube.port import ClusterPort
 from modelpool_kube.record import read_mark
 from modelpool_kube.watch import Notice, Reflector, key_of
 
+from . import modeldeployment
 from .acting import Key
 
-OURS = f"{APP_MANAGED_BY_LABEL}={OPERATOR_MANAGER}"
+OURS = f"{APP_MANAGED_BY_LABEL} in ({OPERATOR_MANAGER},{PART_OF})"
 ALL = (
     MODEL_POOLS,
     INFERENCE_SERVICES,
@@ -57,6 +61,8 @@ ALL = (
     DEPLOYMENTS,
     STATEFULSETS,
     AUTOSCALERS,
+    INSTANCE_TYPES,
+    WORKLOADS,
 )
 """Kinds of which every object is watched."""
 LABELLED = (PODS, SERVICES, CONFIGMAPS, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS, LEASES)
@@ -101,7 +107,7 @@ class Watching:
 
     def resync(self) -> None:
         """Look at everything again."""
-        for kind in (MODEL_POOLS, INFERENCE_SERVICES, MODEL_ROUTERS):
+        for kind in (MODEL_POOLS, INFERENCE_SERVICES, MODEL_ROUTERS, MODEL_DEPLOYMENTS):
             for key in self.reflectors[kind].items:
                 self._wakes.wake(kind, key)
 
@@ -139,8 +145,8 @@ def woken(kind: Kind, notice: Notice, items: Items) -> Iterator[tuple[Kind, Key]
     if kind == MODEL_POOLS:
         # The others of the namespace may share a member with it.
         yield from ((MODEL_POOLS, each) for each in {key, *_of(namespace, items(MODEL_POOLS))})
-        for found in (obj, notice.before or {}):
-            for name in _listed(found, "inferenceServiceRef"):
+        for each in (obj, notice.before or {}):
+            for name in _listed(each, "inferenceServiceRef"):
                 yield INFERENCE_SERVICES, (namespace, name)
         for where, router in items(MODEL_ROUTERS).items():
             names = {each.get("name") for each in (router.get("spec") or {}).get("pools") or []}
@@ -150,6 +156,20 @@ def woken(kind: Kind, notice: Notice, items: Items) -> Iterator[tuple[Kind, Key]
     if kind == MODEL_ROUTERS:
         yield kind, key
         return
+    if kind == INSTANCE_TYPES:
+        for found in modeldeployment.keys_of_type(notice, items(MODEL_DEPLOYMENTS)):
+            yield MODEL_DEPLOYMENTS, found
+        return
+    if kind == WORKLOADS:
+        for found in modeldeployment.keys_of_workload(notice, items(PODS).values()):
+            yield MODEL_DEPLOYMENTS, found
+        return
+    if kind in (PODS, SERVICES):
+        for found in modeldeployment.key_of_child(notice):
+            yield MODEL_DEPLOYMENTS, found
+    if kind == MODEL_DEPLOYMENTS:
+        for found in modeldeployment.key_of_deployment(notice):
+            yield kind, found
     if kind == PODS:
         component = (meta(obj).get("labels") or {}).get(APP_INSTANCE_LABEL)
         if component:

@@ -4,7 +4,7 @@ ModelRouter: the router's Deployment and all it needs, and what is said about th
 The swap lock is inside the router, so exactly one runs as long as a pool is routed, and the
 Deployment is of the Recreate kind. Its configuration is a mounted file that the router reads
 again by itself; the Pod is replaced only for what a running process cannot take in: its image,
-its port, its resources, where it runs, and which Secrets are mounted.
+its port, its resources, where it runs, which Secrets are mounted, and which pools it follows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any
 
 from modelpool_api.meta import seconds, set_condition
-from modelpool_api.names import ConditionType, Reason, lease_name
+from modelpool_api.names import GROUP, ConditionType, Reason, lease_name
 from modelpool_api.v1alpha1.modelpool import ModelPool
 from modelpool_api.v1alpha1.modelrouter import (
     ModelRouter,
@@ -53,6 +53,9 @@ UPSTREAM_KEYS_DIR = "/etc/modelpool-upstreams"
 STATE_DIR = "/var/lib/modelpool"
 ADMIN_PORT = 9090
 USER = 65532
+POOLS_ANNOTATION = f"{GROUP}/pools"
+"""On the router's Pods: the pools they were started for. Which ones a router follows is decided
+when it starts; what is in them is followed hot."""
 GRACE_MARGIN_S = 15
 """From the end of the router's own shutdown to KILL."""
 
@@ -171,7 +174,7 @@ def rules(router: ModelRouter, pools: Iterable[ModelPool]) -> Iterable[Json]:
     # Made by controllers, under names nobody knows beforehand.
     yield _rule("", ["pods"], READ)
     yield _rule("apps", ["replicasets"], READ)
-    yield _rule("autoscaling", ["horizontalpodautoscalers"], ["list"])
+    yield _rule("autoscaling", ["horizontalpodautoscalers"], READ)
     if MODEL_DEPLOYMENTS in targets:
         yield _rule("kueue.x-k8s.io", ["workloads"], ["list"])
     yield _rule("events.k8s.io", ["events"], ["create", "patch"])
@@ -245,13 +248,17 @@ def _upstream(upstream: RouterUpstream) -> Json:
 def _deployment(seen: ObservedRouter, owner: Owner) -> Json:
     selector = render.selector_labels(COMPONENT, owner.name)
     pod = _pod(seen, owner)
+    pools = ",".join(each.name for each in seen.router.spec.pools)
     content = {
         "spec": {
             "strategy": {"type": "Recreate"},  # two routers at once would be two swap locks
             "revisionHistoryLimit": 3,
             "selector": {"matchLabels": selector},
             "template": {
-                "metadata": {"labels": render.labels(COMPONENT, owner.name)},
+                "metadata": {
+                    "labels": render.labels(COMPONENT, owner.name),
+                    "annotations": {POOLS_ANNOTATION: pools},
+                },
                 "spec": pod,
             },
         }
@@ -259,7 +266,9 @@ def _deployment(seen: ObservedRouter, owner: Owner) -> Json:
     # What only a new process takes in. How long it may take to stop is in the Pod, but is no
     # reason to stop it.
     rolls = {key: value for key, value in pod.items() if key != "terminationGracePeriodSeconds"}
-    return render.child(DEPLOYMENTS, owner, COMPONENT, content, digested=rolls)
+    return render.child(
+        DEPLOYMENTS, owner, COMPONENT, content, digested={"pod": rolls, "pools": pools}
+    )
 
 
 def _pod(seen: ObservedRouter, owner: Owner) -> Json:

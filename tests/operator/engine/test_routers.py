@@ -227,7 +227,6 @@ async def test_given_pools_that_do_not_exist_then_they_are_named_and_the_router_
         {"holdKeepalive": "comment"},
         {"shutdownTimeout": "5m"},
         {"service": {"type": "NodePort"}},
-        {"pools": [{"name": "gpu0"}, {"name": "gpu1"}]},
     ],
 )
 async def test_given_a_change_of_configuration_then_no_pod_is_replaced(
@@ -257,9 +256,10 @@ async def test_given_a_change_of_configuration_then_no_pod_is_replaced(
         {"image": "modelpool:other"},
         {"port": 9000},
         {"resources": {"limits": {"memory": "2Gi"}}},
+        {"pools": [{"name": "gpu0"}, {"name": "gpu1"}]},
     ],
 )
-async def test_given_a_new_image_port_or_resources_then_it_is_replaced_and_never_two_run(
+async def test_given_what_no_running_process_takes_in_then_it_is_replaced_and_never_two_run(
     world: OperatorWorld, change: Any
 ) -> None:
     world.member("coder")
