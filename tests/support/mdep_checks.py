@@ -147,6 +147,8 @@ class Checks:
         after, before = write.after, write.before
         by_operator = write.actor.startswith(OPERATOR)
         if write.kind == PODS:
+            if instance_of(after or before or {"metadata": {}}) not in ("", self.name):
+                return
             if after is not None and before is None:
                 self._note_pod(after)
                 if by_operator:

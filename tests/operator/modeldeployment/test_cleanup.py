@@ -236,6 +236,7 @@ async def test_r29_a_workload_made_after_the_record_is_deleted_by_its_owners() -
         "spec": {"queueName": "queue-a", "podSets": [{"name": "server", "count": 2}]},
     }
     lab.cluster.put(WORKLOADS, NAMESPACE, body, actor="kueue")
+    lab.vanish(lab.pods())
 
     await lab.look()
 
