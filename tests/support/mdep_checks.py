@@ -89,7 +89,9 @@ class Checks:
         """UIDs of all Pods of the deployment that ever were."""
         self._made_at: dict[str, int] = {}
         self._reserved_at: dict[str, int] = {}
+        self._admitted_at: dict[str, int] = {}
         self._counts_at_pass: dict[str, int] = {}
+        self._pass_began = 0
         self._was_going = False
         cluster.after_write.append(self.see)
 
@@ -135,6 +137,7 @@ class Checks:
     def begin_pass(self) -> None:
         """Remember what was asked for when the operator looked."""
         self._counts_at_pass = self.counts()
+        self._pass_began = self.cluster.version
 
     def at(self, role: str, ordinal: int) -> list[Json]:
         """Return the Pods at an ordinal."""
@@ -147,7 +150,8 @@ class Checks:
         after, before = write.after, write.before
         by_operator = write.actor.startswith(OPERATOR)
         if write.kind == PODS:
-            if instance_of(after or before or {"metadata": {}}) not in ("", self.name):
+            instance = instance_of(after or before or {"metadata": {}})
+            if write.namespace != self.namespace or instance not in ("", self.name):
                 return
             if after is not None and before is None:
                 self._note_pod(after)
@@ -189,6 +193,10 @@ class Checks:
         if write.after is None:
             return
         uid = write.after["metadata"]["uid"]
+        if condition(write.after, "Admitted") == "True":
+            self._admitted_at.setdefault(uid, write.version)
+        else:
+            self._admitted_at.pop(uid, None)
         if condition(write.after, "QuotaReserved") == "True":
             self._reserved_at.setdefault(uid, write.version)
         else:
@@ -383,7 +391,8 @@ class Checks:
             if not self._differs(deployment, role, ordinal, mine):
                 self._fail("I6", f"{role}/{ordinal} is replaced and nothing about it differs")
         elif slot["cause"] == "queued":
-            if admitted[ordinal]:
+            # One that is admitted between the look and the record cannot be told apart.
+            if admitted[ordinal] and not self._admitted_since(mine):
                 self._fail("I3", f"{role}/{ordinal} is said to wait and is admitted")
             if not self._differs(deployment, role, ordinal, mine):
                 self._fail("I6", f"{role}/{ordinal} is replaced and nothing about it differs")
@@ -396,6 +405,14 @@ class Checks:
         return any(
             condition(workload, "Admitted") == "True"
             and not going(workload)
+            and uids & {each["uid"] for each in workload["metadata"].get("ownerReferences") or []}
+            for workload in self.cluster._objects[WORKLOADS].values()
+        )
+
+    def _admitted_since(self, pods: list[Json]) -> bool:
+        uids = {pod["metadata"]["uid"] for pod in pods}
+        return any(
+            self._admitted_at.get(workload["metadata"]["uid"], 0) > self._pass_began
             and uids & {each["uid"] for each in workload["metadata"].get("ownerReferences") or []}
             for workload in self.cluster._objects[WORKLOADS].values()
         )
