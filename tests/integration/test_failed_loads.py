@@ -26,6 +26,7 @@ async def test_an_exit_at_the_start_is_told_with_the_last_words(tmp_path: Path) 
         again = await router.chat("alpha")
         assert (again.status, again.code) == (503, "member_backoff")
         assert again.retry_after_s >= 3
+        assert again.message.count("again in") == 1
         assert router.starts("alpha") == 1
         assert (await router.pool())["resident"] == "beta"
         assert "big.gguf" in (await router.pool())["member"]["alpha"]["last_error"]

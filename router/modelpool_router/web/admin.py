@@ -104,7 +104,12 @@ def build_admin(
     for verb in ("load", "unload", "pause", "resume"):
         app.router.add_post(f"/api/v1/pools/{{pool}}/{{verb:{verb}}}", admin.act)
     app.on_shutdown.append(admin.shutdown)
+    app.on_response_prepare.append(_name_no_software)
     return app
+
+
+async def _name_no_software(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.pop("Server", None)
 
 
 class _Admin:

@@ -264,7 +264,9 @@ def failure(error: ExchangeError) -> DispatchFailed:
 def refusal_error(refusal: Refuse, member: str) -> ApiError:
     """Return what the client of a refused hold is told."""
     message = _SENTENCES[refusal.code].format(name=printable(member), reason=refusal.reason)
-    if refusal.retry_after_s is not None and refusal.retryable:
+    # A back-off says so itself, and may well be longer than the longest Retry-After.
+    tells_when = refusal.code is RefusalCode.MEMBER_BACKOFF
+    if refusal.retry_after_s is not None and refusal.retryable and not tells_when:
         message += f" Try again in {refusal.retry_after_s:.0f} s."
     return ApiError(
         STATUS[refusal.code],

@@ -165,6 +165,12 @@ async def test_given_two_pools_when_the_state_is_read_then_all_of_it_is_there(
     assert state["pools"][0]["members"][0]["status"] == "loaded"
 
 
+@pytest.mark.parametrize("path", ["/livez", "/api/v1/state", "/nowhere"])
+async def test_given_any_answer_then_it_names_no_software(admin: Admin, path: str) -> None:
+    async with admin.session.get(path) as response:
+        assert "Server" not in response.headers
+
+
 async def test_given_a_scrape_when_the_format_is_negotiated_then_the_content_type_says_which(
     admin: Admin,
 ) -> None:
