@@ -9,7 +9,7 @@ N      ?= 100000
 
 .PHONY: help
 help: ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.made-run: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "modelpool needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with: make PYTHON=python3.12 ...")'
@@ -45,6 +45,14 @@ check: $(VENV)/.made-lint ## Style, types, import contracts (generated pages are
 .PHONY: simulate
 simulate: $(VENV)/.made-test ## Run N schedules of faults through the scheduler (N=1000000 for a night)
 	$(BIN)/python tests/support/simulate.py --schedules $(N) --jobs 2 $(ARGS)
+
+.PHONY: simulate-deployments
+simulate-deployments: $(VENV)/.made-test ## Live 2,000 random lives of a ModelDeployment (about half an hour)
+	$(BIN)/python tests/support/mdep_walk.py --seeds 2000 --jobs 2 $(ARGS)
+
+.PHONY: guards
+guards: $(VENV)/.made-test ## Take away every guard of replacing replicas and see a scenario miss it
+	$(BIN)/python tests/support/mdep_mutants.py $(ARGS)
 
 .PHONY: test-llama
 test-llama: $(VENV)/.made-test ## The real llama-server with a real small model, where they are installed
