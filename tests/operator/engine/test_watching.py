@@ -89,8 +89,8 @@ def build(world: OperatorWorld) -> None:
     world.service("judge")
     refs: list[Any] = ["coder", {"inferenceServiceRef": {"name": "judge"}}]
     world.pool("gpu0", *refs, default="judge")
-    body = {"metadata": {"name": "front"}, "spec": {"pools": [{"name": "gpu0"}]}}
-    body["spec"]["allowAnonymous"] = True  # type: ignore[assignment]  # JSON
+    spec = {"pools": [{"name": "gpu0"}], "allowAnonymous": True}
+    body: Json = {"metadata": {"name": "front"}, "spec": spec}
     world.cluster.put(MODEL_ROUTERS, NS, body)
 
 
@@ -165,7 +165,7 @@ async def test_given_two_operators_then_one_acts_and_the_other_follows_it(
         first = contextlib.AsyncExitStack()
         one = await first.enter_async_context(working(world, "operator-0", elected=True))
         await asyncio.sleep(1)
-        await stack.enter_async_context(working(world, "operator-1", elected=True))
+        _ = await stack.enter_async_context(working(world, "operator-1", elected=True))
         await until(world, lambda: world.cluster.read(LEASES, NS, "modelpool-gpu0"))
         acted = {each.actor for each in world.cluster.writes if each.kind == MODEL_POOLS}
 
