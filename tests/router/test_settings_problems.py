@@ -37,6 +37,11 @@ def in_member(line: str) -> str:
     return GOOD + f"        {line}\n"
 
 
+def in_cluster(place: str, more: str = "") -> str:
+    head = "pools:\n  - name: gpu0\n    members:\n      - name: a\n"
+    return f"{head}        deployment: {place}\n{more}"
+
+
 CASES: dict[str, tuple[str, Problem]] = {
     "unknown key at the top": (
         GOOD + "maxheld: 3\n",
@@ -204,7 +209,8 @@ CASES: dict[str, tuple[str, Problem]] = {
             9,
             "pools[0].members[0].command",
             "is missing",
-            "add command: (list of text)",
+            "add command: (list of text), or deployment: {namespace: ..., name: ...} "
+            "for a member in Kubernetes",
         ),
     ),
     "a command as one string": (
@@ -544,16 +550,99 @@ CASES: dict[str, tuple[str, Problem]] = {
         ),
     ),
     "a member in Kubernetes": (
-        "pools:\n  - name: gpu0\n    members:\n      - name: a\n"
-        "        deployment: {namespace: lab, name: a, port: 8000}\n",
+        in_cluster("{namespace: lab, name: A_B}"),
         Problem(
             "pool.yaml",
             5,
+            38,
+            "pools[0].members[0].deployment.name",
+            "'A_B' cannot name an object of Kubernetes",
+            "use small letters, digits, dashes and dots, with a letter or digit at both ends",
+        ),
+    ),
+    "a member that is run in two ways": (
+        in_member("deployment: {namespace: lab, name: a}"),
+        Problem(
+            "pool.yaml",
+            6,
             9,
             "pools[0].members[0].deployment",
-            "members in Kubernetes need the kubernetes driver, which is not part of this install",
-            "start the member as a local process with command: [...], "
-            "or reach a running service through upstreams",
+            "a member is run in one way, and this one has command as well",
+            "keep one of the two",
+        ),
+    ),
+    "a key of processes on a member in Kubernetes": (
+        in_cluster("{namespace: lab, name: a}", "        env: {A: b}\n"),
+        Problem(
+            "pool.yaml",
+            6,
+            9,
+            "pools[0].members[0].env",
+            "this is for members that the router starts itself",
+            "remove it; what deployment names says how the member is run",
+        ),
+    ),
+    "the port of a member in Kubernetes in the wrong place": (
+        in_cluster("{namespace: lab, name: a}", "        port: 8000\n"),
+        Problem(
+            "pool.yaml",
+            6,
+            9,
+            "pools[0].members[0].port",
+            "this is for members that the router starts itself",
+            "remove it; what deployment names says how the member is run, and deployment.port "
+            "where it answers",
+        ),
+    ),
+    "a pool of both kinds": (
+        in_cluster(
+            "{namespace: lab, name: a}",
+            '      - name: b\n        command: [server, --port, "{port}"]\n',
+        ),
+        Problem(
+            "pool.yaml",
+            6,
+            9,
+            "pools[0].members[1]",
+            "the first member of this pool is in Kubernetes, and this one is a local process",
+            "give it a pool of its own: one slot is looked after in one way",
+        ),
+    ),
+    "one object twice": (
+        in_cluster(
+            "{namespace: lab, name: a}",
+            "      - name: b\n        deployment: {namespace: lab, name: a}\n",
+        ),
+        Problem(
+            "pool.yaml",
+            7,
+            9,
+            "pools[0].members[1].deployment",
+            "Deployment lab/a already runs pools[0].members[0] (line 4)",
+            "list each object once; further names of it go into models",
+        ),
+    ),
+    "a pool that no Lease can be named after": (
+        in_cluster("{namespace: lab, name: a}").replace("gpu0", "GPU_0"),
+        Problem(
+            "pool.yaml",
+            2,
+            5,
+            "pools[0].name",
+            "'GPU_0' cannot be part of the name of the Lease modelpool-<pool>",
+            "use at most 53 small letters, digits and dashes",
+        ),
+    ),
+    "a reference as a ModelPool has it": (
+        "pools:\n  - name: gpu0\n    members:\n      - name: a\n"
+        "        command: [server, '{port}']\n        deploymentRef: {name: a}\n",
+        Problem(
+            "pool.yaml",
+            6,
+            9,
+            "pools[0].members[0].deploymentRef",
+            "this key is not known here",
+            "did you mean deployment?",
         ),
     ),
     "memory needed but never measured": (

@@ -63,7 +63,7 @@ def test_schema_says_defaults_and_forms_as_the_file_has_them() -> None:
     assert not re.match(pool["swapBudget"]["pattern"], "1d")
     assert {"const": "off", "type": "string"} in pool["drainTimeout"]["anyOf"]
     assert pool["drainTimeout"]["default"] == "off"
-    assert schema["$defs"]["Member"]["required"] == ["name", "command"]
+    assert schema["$defs"]["Member"]["required"] == ["name"]
 
 
 def test_schema_knows_no_null_and_no_machine() -> None:

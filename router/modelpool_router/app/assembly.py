@@ -120,6 +120,7 @@ def _process_member(member: Member, settings: Settings) -> ProcessMember:
         kill_grace_s=member.kill_grace_s,
     )
     needed = member.memory_needed_bytes
+    assert member.command is not None  # the settings saw to that
     return ProcessMember(
         name=MemberName(member.name),
         command=member.command,

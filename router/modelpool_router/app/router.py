@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 from aiohttp import web
@@ -25,7 +25,7 @@ from ..core.commands import Note, NoteKind
 from ..core.events import Event
 from ..core.spec import HoldLedger, MemberName, PoolName
 from ..core.view import PoolView, SlotState
-from ..drivers.base import LostCallback, MemberDriver
+from ..drivers.base import LostCallback, MemberDriver, SlotStanding
 from ..drivers.process import ProcessDriver
 from ..drivers.statedir import prepare
 from ..runtime.pools import Pools
@@ -35,6 +35,7 @@ from ..settings import (
     Address,
     Changes,
     ConfigError,
+    Pool,
     Settings,
     compare,
     read_secret,
@@ -49,6 +50,11 @@ from ..web.handlers import DataPort
 from ..web.server import FrontServer, require_c_parser
 from ..web.upstream import UpstreamClient, UpstreamLimits
 from . import assembly
+
+if TYPE_CHECKING:
+    from ..drivers.kubernetes import KubernetesDriver
+    from .cluster import Cluster
+    from .modelpools import ModelPools
 
 log = structlog.get_logger("modelpool.router")
 
@@ -90,6 +96,12 @@ class Router:
         self._addresses: Addresses | None = None
         self._admin: web.AppRunner | None = None
         self._drivers: dict[PoolName, ProcessDriver] = {}
+        self._kube_drivers: dict[PoolName, KubernetesDriver] = {}
+        self._cluster: Cluster | None = None
+        self._model_pools: ModelPools | None = None
+        self._own_settings = settings
+        """As the file has them; `settings` has the pools of ModelPools as well."""
+        self._reloading = asyncio.Lock()
 
     @property
     def addresses(self) -> Addresses:
@@ -148,12 +160,17 @@ class Router:
         )
         try:
             admin = await self._listen_for_admin()
+            await self._reach_cluster(settings)
+            self.settings = settings = self._with_model_pools(settings)
+            self._metrics.reconfigure(*_names(settings))
+            self._data_port.surface = assembly.surface(settings, self._upstream_keys)
             await self._pools.apply(settings.pool_specs())
             await self._server.start_serving()
         except BaseException:
             self._server.close()
             with suppress(Exception):  # the first failure is the one to tell
                 await self._pools.stop(stop_members=True)
+                await self._leave_cluster()
                 await self._close_admin()
             raise
         self._addresses = Addresses(
@@ -181,8 +198,11 @@ class Router:
         await self._front.shutdown(LAST_WORDS_S)
         self._client.close()
         try:
+            if self._model_pools is not None:
+                await self._model_pools.close()
             await self._pools.stop(stop_members=True)
         finally:
+            await self._leave_cluster()
             self._hub.close()
             await self._close_admin()
 
@@ -205,6 +225,40 @@ class Router:
         await site.start()
         return Address(address.host, self._admin.addresses[0][1])
 
+    async def _reach_cluster(self, settings: Settings) -> None:
+        """Make ready for members in Kubernetes, if there are any, and read ModelPools."""
+        chosen = settings.pools_from
+        is_needed = chosen is not None or any(pool.is_in_kubernetes for pool in settings.pools)
+        if not is_needed or self._cluster is not None:
+            return
+        # Late: who has no members there needs none of it.
+        from .cluster import Cluster
+        from .modelpools import ModelPools
+
+        self._cluster = await Cluster.open(settings, self._environ)
+        if chosen is not None:
+            self._model_pools = ModelPools(self._cluster.port, chosen, self._follow_model_pools)
+            await self._model_pools.start()
+
+    async def _leave_cluster(self) -> None:
+        model_pools, self._model_pools = self._model_pools, None
+        if model_pools is not None:
+            await model_pools.close()
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            await cluster.close()
+
+    def _with_model_pools(self, settings: Settings) -> Settings:
+        if self._model_pools is None:
+            return settings
+        from .modelpools import beside
+
+        return beside(settings, self._model_pools.pools)
+
+    async def _follow_model_pools(self) -> None:
+        await self.reload(self._own_settings)
+        log.info("ModelPools in force", pools=[pool.name for pool in self.settings.pools])
+
     async def _close_admin(self) -> None:
         if self._admin is not None:
             await self._admin.cleanup()
@@ -223,15 +277,23 @@ class Router:
             BadKeys: the keys cannot be used; nothing was changed.
             StateDirUnusable: a new pool is run by another router; nothing was changed.
         """
+        async with self._reloading:
+            return await self._reload(new)
+
+    async def _reload(self, new: Settings) -> Changes:
         problems = verify(new, self._environ)
         if problems:
             raise ConfigError(problems)
         old = self.settings
-        changes = compare(old, new)
         kept = {name: getattr(old, name) for name in NEED_RESTART}
         source = new.source
+        refused = compare(self._own_settings, new).refused
         new = new.model_copy(update=kept)
         new._source = source
+        own = new
+        await self._reach_cluster(new)
+        new = self._with_model_pools(new)
+        changes = replace(compare(old, new), refused=refused)
         # What can fail comes first, and is undone if it does.
         self.settings = new
         started: list[PoolName] = []
@@ -242,22 +304,34 @@ class Router:
             self.settings = old
             await self._pools.drop(started)
             raise
+        self._own_settings = own
         self._logs.set_level(new.log_level)
         self._client.limits = replace(self._client.limits, connect_timeout_s=new.connect_timeout_s)
         self._ledger.bounds = new.bounds()
         self._metrics.reconfigure(*_names(new))
-        for pool in new.pools:
-            driver = self._drivers.get(PoolName(pool.name))
-            if driver is not None:
-                driver.update(
-                    assembly.process_members(pool, new), settle=assembly.settle_gate(pool)
-                )
+        self._update_drivers(new)
         await self._pools.apply(new.pool_specs())
         self._data_port.surface = assembly.surface(new, self._upstream_keys)
         self._front.options = replace(
             assembly.server_options(new), on_refused=self._front.options.on_refused
         )
         return changes
+
+    def _update_drivers(self, new: Settings) -> None:
+        names = {PoolName(pool.name) for pool in new.pools}
+        for name in [name for name in self._kube_drivers if name not in names]:
+            # It is no pool any more, which says nothing about the Deployments that were in it.
+            self._kube_drivers.pop(name).retire()
+        for pool in new.pools:
+            driver = self._drivers.get(PoolName(pool.name))
+            if driver is not None:
+                driver.update(
+                    assembly.process_members(pool, new), settle=assembly.settle_gate(pool)
+                )
+            if (there := self._kube_drivers.get(PoolName(pool.name))) is not None:
+                from .cluster import default_of, kube_members
+
+                there.update(kube_members(pool), default=default_of(pool))
 
     def _read_secrets(self, settings: Settings) -> None:
         """Read keys and tokens; all of them, before any is put in force."""
@@ -275,6 +349,8 @@ class Router:
 
     def _make_driver(self, name: PoolName, lost: LostCallback) -> MemberDriver:
         pool = self.settings.pool(name)
+        if pool.is_in_kubernetes:
+            return self._make_kube_driver(pool, lost)
         driver = ProcessDriver(
             name,
             assembly.process_members(pool, self.settings),
@@ -283,6 +359,31 @@ class Router:
             settle=assembly.settle_gate(pool),
         )
         self._drivers[name] = driver
+        return driver
+
+    def _make_kube_driver(self, pool: Pool, lost: LostCallback) -> MemberDriver:
+        assert self._cluster is not None  # reached before any pool starts
+        name = PoolName(pool.name)
+        chosen = self._own_settings.pools_from
+        is_model_pool = all(own.name != pool.name for own in self._own_settings.pools)
+
+        def stand(standing: SlotStanding) -> None:
+            runtime = self._pools.get(name)
+            if runtime is not None:
+                runtime.stand(standing)
+
+        def view() -> PoolView | None:
+            runtime = self._pools.get(name)
+            return None if runtime is None else runtime.view()
+
+        driver = self._cluster.driver(
+            pool,
+            lost=lost,
+            standing=stand,
+            view=view,
+            of_model_pool=chosen.namespace if chosen is not None and is_model_pool else None,
+        )
+        self._kube_drivers[name] = driver
         return driver
 
     def _noted(self, name: PoolName, note: Note) -> None:
@@ -334,9 +435,21 @@ class Router:
         """Say whether requests should be sent here: pools observed, and not going down."""
         checks = {"router": "draining" if self.draining else "ok"}
         for view in self._pools.views():
-            started = view.state is not SlotState.STARTING
-            checks[f"pool {view.name}"] = "ok" if started else "starting"
-        return all(state == "ok" for state in checks.values()), checks
+            driver = self._kube_drivers.get(view.name)
+            if driver is not None:
+                checks[f"pool {view.name}"] = driver.readiness
+            else:
+                is_started = view.state is not SlotState.STARTING
+                checks[f"pool {view.name}"] = "ok" if is_started else "starting"
+        here = [state for check, state in checks.items() if not self._is_shared(check)]
+        shared = [state for check, state in checks.items() if self._is_shared(check)]
+        # Of pools that another router may hold, one is enough, and so is an upstream: who asks for
+        # the others is told.
+        serves = not shared or "ok" in shared or bool(self.settings.upstreams)
+        return all(state == "ok" for state in here) and serves, checks
+
+    def _is_shared(self, check: str) -> bool:
+        return PoolName(check.removeprefix("pool ")) in self._kube_drivers
 
 
 def _names(settings: Settings) -> tuple[dict[PoolName, list[MemberName]], list[str]]:

@@ -90,7 +90,7 @@ from .kube_pods import (
     port_of,
     unschedulable,
 )
-from .kube_previous import is_out_of_the_way
+from .kube_previous import STANDBY, is_out_of_the_way
 from .kube_watch import PoolWatch
 from .probe import Prober, port_refuses
 from .profiles import Readiness
@@ -255,9 +255,16 @@ class KubernetesDriver:
         """
         self._is_retired = True
 
-    def tell(self) -> None:
-        """Say that the scheduler has moved on, so that the record may follow."""
-        self._wake()
+    @property
+    def readiness(self) -> str:
+        """
+        What the router's readiness says of this pool: ``ok``, ``starting`` or ``standby``.
+
+        Ready is who holds the slot, or goes on serving what it brought up.
+        """
+        if self.standing.aside:
+            return STANDBY
+        return "ok" if self._keeper.is_held or self._is_adopted else "starting"
 
     def remembered(self) -> SlotMemory:
         """See `RemembersSlot`."""

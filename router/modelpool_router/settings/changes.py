@@ -16,6 +16,9 @@ NEED_RESTART = {
     "admin": "open connections belong to the old address",
     "state_dir": "locks and member logs are in the old folder",
     "max_connections": "the listening socket was opened with the old number",
+    "kubernetes": "connections to the API server are made",
+    "lease_namespace": "the Leases that are held are in the old one",
+    "pools_from": "the ModelPools there are being followed",
     "log_format": "log lines are already being written in the old form",
 }
 """Attributes that a running router cannot change, and why."""

@@ -116,18 +116,12 @@ def from_mapping(tree: Mapping[str, Any], *, folder: Path | None = None) -> Sett
 
 
 def _build(tree: dict[str, Any], source: Source, problems: list[Problem]) -> Settings:
-    kubernetes = rules.take_kubernetes(tree, source)
-    excused = {(*path, "command") for path, _ in kubernetes}
-    problems += [problem for _, problem in kubernetes]
     problems += rules.check_tree(tree, source)
     reported = {problem.field for problem in problems}
     given = set(tree)
     settings, wrong = _validate(tree, source)
     for path, problem in wrong:
-        missing_twice = problem.reason == "is missing" and (
-            path in excused or show_path(path) in reported
-        )
-        if not missing_twice:
+        if problem.reason != "is missing" or show_path(path) not in reported:
             problems.append(problem)
     if wrong:
         # Without the wrong values the rest can still be checked against each other.

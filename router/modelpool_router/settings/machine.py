@@ -8,6 +8,7 @@ moment later, so whoever acts still meets the error, only less often.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import shutil
 import socket
@@ -30,7 +31,7 @@ def verify(settings: Settings, environ: Mapping[str, str], *, ports: bool = Fals
         ports: Also whether the ports to listen on are free; not for a router that runs already.
     """
     source = settings.source or Source("<settings>", settings.folder)
-    found = list(_state_dir(settings, source))
+    found = [*_state_dir(settings, source), *_cluster(settings, source)]
     for number, pool in enumerate(settings.pools):
         found += _pool(pool, ("pools", number), settings.folder, environ, source)
     for path, secret in _secrets(settings):
@@ -82,6 +83,8 @@ def _pool(
 def _member(
     member: Member, path: Path_, base: Path, environ: Mapping[str, str], source: Source
 ) -> Iterator[Problem]:
+    if member.kubernetes is not None:
+        return  # what runs it is on other machines
     folder = member.working_directory or base
     if not folder.is_dir():
         reason = "is not a folder" if folder.exists() else "does not exist"
@@ -168,6 +171,29 @@ def _state_dir(settings: Settings, source: Source) -> Iterator[Problem]:
         yield source.problem(("stateDir",), f"{existing} is not a folder", way_out)
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield source.problem(("stateDir",), f"{existing} cannot be written to", way_out)
+
+
+def _cluster(settings: Settings, source: Source) -> Iterator[Problem]:
+    """Look for what talking to an API server needs; whether one answers is not for now."""
+    path: Path_ = ("poolsFrom",)
+    if settings.pools_from is None:
+        number = next((i for i, pool in enumerate(settings.pools) if pool.is_in_kubernetes), None)
+        if number is None:
+            return
+        path = ("pools", number, "members")
+    if importlib.util.find_spec("kubernetes_asyncio") is None:
+        yield source.problem(
+            path,
+            "members in Kubernetes need the Kubernetes client, which is not installed",
+            "pip install 'modelpool[kubernetes]'",
+        )
+    config = None if settings.kubernetes is None else settings.kubernetes.kubeconfig
+    if config is not None and not config.is_file():
+        yield source.problem(
+            ("kubernetes", "kubeconfig"),
+            f"{config} does not exist",
+            "correct the path, or remove it to use KUBECONFIG",
+        )
 
 
 def _listeners(settings: Settings, source: Source) -> Iterator[Problem]:

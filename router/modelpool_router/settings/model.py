@@ -29,6 +29,7 @@ from .units import (
     AddressOrOff,
     Duration,
     ModelName,
+    ObjectNameField,
     OptionalPath,
     PathField,
     PoolNameField,
@@ -216,6 +217,29 @@ ProbePath = Annotated[
 Limit = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
+class KubernetesObject(Section):
+    """The object of Kubernetes that runs a member; the router scales it between 0 and 1."""
+
+    namespace: ObjectNameField
+    """Namespace of the object; the router needs rights in it."""
+    name: ObjectNameField
+    """Name of the object; the pool alone scales it, so nothing else should."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of the container that answers; unset: the first one that it declares."""
+    service: ObjectNameField | None = None
+    """Service of the same namespace that requests go to; unset: straight to the Pod, which needs no
+    Service and never reaches an old one."""
+
+
+OBJECT_KINDS = {
+    "deployment": "Deployment",
+    "stateful_set": "StatefulSet",
+    "inference_service": "InferenceService",
+    "model_deployment": "ModelDeployment",
+}
+"""Attributes of a member that name an object of Kubernetes, and the kind of it."""
+
+
 class Member(Section):
     """One model service of a pool: how to start it, ask it and stop it."""
 
@@ -226,9 +250,18 @@ class Member(Section):
     profile: Profile = Profile.GENERIC
     """Engine, which decides the probes, the stop sequence and `parallel`; generic assumes the
     least."""
-    command: Command
+    command: OptionalCommand = None
     """Program and arguments, each an item; `{port}` and `{member}` are replaced. A relative
-    program path counts from `workingDirectory`."""
+    program path counts from `workingDirectory`. Needed, unless the member is an object of
+    Kubernetes."""
+    deployment: KubernetesObject | None = None
+    """Deployment that runs the member, instead of a command; its strategy must be Recreate."""
+    stateful_set: KubernetesObject | None = None
+    """StatefulSet that runs the member."""
+    inference_service: KubernetesObject | None = None
+    """InferenceService that runs the member."""
+    model_deployment: KubernetesObject | None = None
+    """ModelDeployment that runs the member."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port on 127.0.0.1 that the command listens on; unset: a free one is chosen at each load
     and put in place of `{port}`, so that nothing collides."""
@@ -267,6 +300,15 @@ class Member(Section):
     memory_needed_bytes: Annotated[int | None, Size(0, 2**50)] = None
     """Accelerator memory that must be free before this member starts, as `memorySettle` measures
     it; unset: as much as when the slot was last empty."""
+
+    @property
+    def kubernetes(self) -> tuple[str, KubernetesObject] | None:
+        """Kind and place of the object that runs it; None for a local process."""
+        for attribute, kind in OBJECT_KINDS.items():
+            found = getattr(self, attribute)
+            if found is not None:
+                return kind, found
+        return None
 
     @property
     def has_idle_probe(self) -> bool:
@@ -326,6 +368,9 @@ class Pool(Section):
     load_timeout_s: Annotated[float, Duration("100ms", "24h")] = 600.0
     """Longest load of a member; then it has failed. 10 min, because large models on slow disks
     take minutes."""
+    unschedulable_after_s: Annotated[float | None, Duration("1s", "24h", "inherit")] = None
+    """How long a Pod may find no node until its load has failed; inherit: `loadTimeout`, because
+    node pools need time to grow."""
     max_generation_s: Annotated[float | None, Duration("1s", "168h", "off")] = None
     """Longest answer while somebody waits for another member; off: no bound, and then waiting
     for another member has none either."""
@@ -353,6 +398,11 @@ class Pool(Section):
     memory_settle: MemorySettle | None = None
     """Gate between unload and load for drivers that give accelerator memory back late; unset:
     none."""
+
+    @property
+    def is_in_kubernetes(self) -> bool:
+        """True when its members are objects of Kubernetes."""
+        return any(member.kubernetes is not None for member in self.members)
 
     def member(self, name: str) -> Member:
         """Return the member called *name*; `KeyError` if there is none."""
@@ -399,6 +449,27 @@ class Upstream(Section):
     """`responseTimeout` of this upstream; inherit: the router's."""
 
 
+class KubernetesAccess(Section):
+    """How the API server is reached; inside a Pod nothing has to be said."""
+
+    kubeconfig: OptionalPath = None
+    """Kubeconfig file; unset: `KUBECONFIG`, else the account of the Pod, else `~/.kube/config`."""
+    context: str | None = Field(default=None, min_length=1)
+    """Context of the kubeconfig; unset: its current one."""
+    call_timeout_s: Annotated[float, Duration("100ms", "5m")] = 10.0
+    """Longest wait for the answer to one call; lists of thousands of objects fit."""
+
+
+class PoolsFrom(Section):
+    """ModelPools of a namespace that are served like pools of this file, and followed as they
+    change."""
+
+    namespace: ObjectNameField
+    """Their namespace; their Leases and members are there, too."""
+    names: Annotated[tuple[ObjectNameField, ...], BeforeValidator(_as_tuple)] = ()
+    """Names of the ModelPools; empty: all of the namespace."""
+
+
 def default_state_dir() -> Path:
     """Return the folder for state of this user, as the XDG base directory rules name it."""
     home = os.environ.get("XDG_STATE_HOME", "")
@@ -422,6 +493,14 @@ class Settings(Section):
     """The pools; each is one slot."""
     upstreams: Annotated[tuple[Upstream, ...], BeforeValidator(_as_tuple)] = ()
     """Services that are never swapped, reachable under the same address."""
+
+    pools_from: PoolsFrom | None = None
+    """ModelPools to serve as well; unset: none."""
+    kubernetes: KubernetesAccess | None = None
+    """How the API server is reached; unset: as the environment says."""
+    lease_namespace: ObjectNameField | None = None
+    """Namespace of the Leases `modelpool-<pool>` that say which router may move a slot; unset: the
+    router's own. All routers of a pool must name the same."""
 
     keys: Secret = None
     """Where the client keys are read; unset: no key is asked for, which only loopback addresses

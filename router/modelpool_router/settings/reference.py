@@ -44,6 +44,21 @@ upstreams:                                # never swapped, routed by name
     url: http://10.0.0.7:8080
 ```
 
+A pool in Kubernetes names the objects that run its members; they need nothing but a Deployment:
+
+```yaml
+leaseNamespace: lab
+pools:
+  - name: gpu1
+    members:
+      - name: coder-small
+        profile: llama-server
+        deployment: {{namespace: lab, name: coder-small, port: 8000}}
+      - name: coder-large
+        profile: vllm
+        deployment: {{namespace: lab, name: coder-large, port: 8000}}
+```
+
 `modelpool init` writes one, `modelpool check FILE` says everything that is wrong with it,
 `modelpool config schema` prints the JSON Schema that editors use
 ([{SCHEMA_FILE}]({SCHEMA_FILE})).
@@ -67,19 +82,30 @@ upstreams:                                # never swapped, routed by name
 - **Secrets** never stand in the file: `{{file: PATH}}` or `{{env: NAME}}` says where they are read.
   `{PREFIX}KEYS` and `{PREFIX}ADMIN_TOKEN` may hold the secret itself.
 - **Reload.** When the file changes, and on SIGHUP, it is read again. A file with an error changes
-  nothing; `listen`, `admin`, `stateDir`, `maxConnections` and `logFormat` need a restart. Members
-  that are not touched go on as they are; a changed command counts from the next load.
+  nothing; `listen`, `admin`, `stateDir`, `maxConnections`, `kubernetes`, `leaseNamespace`,
+  `poolsFrom` and `logFormat` need a restart. Members that are not touched go on as they are; a
+  changed command counts from the next load.
 """
 
 _TITLES = {
     "": ("Router", "The top level of the file."),
     "pools[]": ("Pool", "Each item of `pools`: one exclusive slot."),
     "pools[].members[]": ("Member", "Each item of `members` of a pool: one model service."),
+    "pools[].members[].deployment": (
+        "Object of Kubernetes",
+        "`deployment`, `statefulSet`, `inferenceService` or `modelDeployment` of a member; one of "
+        "them instead of `command`. All members of a pool are in Kubernetes, or none.",
+    ),
     "pools[].memorySettle": (
         "Memory gate",
         "`memorySettle` of a pool: wait for free accelerator memory before a load.",
     ),
     "upstreams[]": ("Upstream", "Each item of `upstreams`: a service that is never swapped."),
+    "poolsFrom": (
+        "ModelPools",
+        "`poolsFrom`: pools that are written as ModelPool objects instead of in this file.",
+    ),
+    "kubernetes": ("API server", "`kubernetes`: how the API server is reached."),
     "keys": ("Secret", "`keys`, `adminToken` and `apiKey` of an upstream; exactly one of the two."),
 }
 

@@ -7,26 +7,31 @@ these; the second half needs the numbers and runs on finished settings.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .model import Settings
+from .model import OBJECT_KINDS, Settings, yaml_name
 from .problems import Problem, suggestion
 from .shape import keys_of, section_at, sections
 from .source import Path_, Source, show_path
 from .units import Number, format_duration, format_size
 
-KUBERNETES_KEYS = (
-    "deployment",
-    "statefulSet",
-    "inferenceService",
-    "modelDeployment",
-    "deploymentRef",
-    "statefulSetRef",
-    "inferenceServiceRef",
-    "modelDeploymentRef",
+OBJECT_KEYS = {yaml_name(attribute): kind for attribute, kind in OBJECT_KINDS.items()}
+"""Keys by which a member names its object of Kubernetes, and the kind of it."""
+PROCESS_KEYS = (
+    "port",
+    "env",
+    "workingDirectory",
+    "stopCommand",
+    "goneCommand",
+    "stopGrace",
+    "killGrace",
+    "logFile",
+    "memoryNeededBytes",
 )
-"""Keys by which members of the kubernetes driver are known."""
+"""Keys that say how a local process is run."""
+_LEASED_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?")
 
 
 def _dicts(value: object) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -68,23 +73,6 @@ def take_nulls(tree: dict[str, Any], source: Source) -> list[Problem]:
     return problems
 
 
-def take_kubernetes(tree: dict[str, Any], source: Source) -> list[tuple[Path_, Problem]]:
-    """Report members of the kubernetes driver, and remove what marks them."""
-    problems: list[tuple[Path_, Problem]] = []
-    for path, member in _members(tree):
-        for key in [key for key in KUBERNETES_KEYS if key in member]:
-            del member[key]
-            problem = source.problem(
-                (*path, key),
-                "members in Kubernetes need the kubernetes driver, "
-                "which is not part of this install",
-                "start the member as a local process with command: [...], "
-                "or reach a running service through upstreams",
-            )
-            problems.append((path, problem))
-    return problems
-
-
 def unknown_key(path: Path_, source: Source) -> Problem:
     """Return the problem with a key that its level does not have."""
     key = str(path[-1])
@@ -107,6 +95,8 @@ def check_tree(tree: dict[str, Any], source: Source) -> list[Problem]:
     """Return what is wrong between the values of *tree*, whatever else is wrong with it."""
     return [
         *_something_to_serve(tree, source),
+        *_ways_to_run(tree, source),
+        *_kubernetes_pools(tree, source),
         *_pool_names(tree, source),
         *_model_names(tree, source),
         *_defaults(tree, source),
@@ -116,12 +106,84 @@ def check_tree(tree: dict[str, Any], source: Source) -> list[Problem]:
 
 
 def _something_to_serve(tree: dict[str, Any], source: Source) -> Iterator[Problem]:
-    if not tree.get("pools") and not tree.get("upstreams"):
+    if not any(tree.get(key) for key in ("pools", "upstreams", "poolsFrom")):
         yield source.problem(
             (),
             "there is neither a pool nor an upstream, so there is nothing to serve",
             "add pools: [...]; `modelpool init` writes a file to begin with",
         )
+
+
+def _ways_to_run(tree: dict[str, Any], source: Source) -> Iterator[Problem]:
+    for path, member in _members(tree):
+        ways = [key for key in ("command", *OBJECT_KEYS) if key in member]
+        if not ways:
+            yield source.problem(
+                (*path, "command"),
+                "is missing",
+                "add command: (list of text), or deployment: {namespace: ..., name: ...} "
+                "for a member in Kubernetes",
+            )
+        for key in ways[1:]:
+            yield source.problem(
+                (*path, key),
+                f"a member is run in one way, and this one has {ways[0]} as well",
+                "keep one of the two",
+            )
+        if ways and ways[0] != "command":
+            for key in [key for key in PROCESS_KEYS if key in member]:
+                yield source.problem(
+                    (*path, key),
+                    "this is for members that the router starts itself",
+                    f"remove it; what {ways[0]} names says how the member is run"
+                    + (f", and {ways[0]}.port where it answers" if key == "port" else ""),
+                )
+
+
+def _kubernetes_pools(tree: dict[str, Any], source: Source) -> Iterator[Problem]:
+    owners: dict[tuple[str, str, str], Path_] = {}
+    for number, pool in _dicts(tree.get("pools")):
+        members = [member for _, member in _dicts(pool.get("members"))]
+        objects = [any(key in member for key in OBJECT_KEYS) for member in members]
+        if not any(objects):
+            continue
+        here: Path_ = ("pools", number)
+        if not all(objects):
+            index = objects.index(not objects[0])
+            first, this = ("in Kubernetes", "a local process")
+            if not objects[0]:
+                first, this = this, first
+            yield source.problem(
+                (*here, "members", index),
+                f"the first member of this pool is {first}, and this one is {this}",
+                "give it a pool of its own: one slot is looked after in one way",
+            )
+        name = _text(pool.get("name"))
+        if name is not None and not _LEASED_NAME.fullmatch(name):
+            yield source.problem(
+                (*here, "name"),
+                f"{name!r} cannot be part of the name of the Lease modelpool-<pool>",
+                "use at most 53 small letters, digits and dashes",
+            )
+        if "memorySettle" in pool:
+            yield source.problem(
+                (*here, "memorySettle"),
+                "this is for members that the router starts itself",
+                "remove it; Kubernetes gives an accelerator away when its last Pod is gone",
+            )
+        for index, member in enumerate(members):
+            for key in [key for key in OBJECT_KEYS if isinstance(member.get(key), dict)]:
+                place = (*here, "members", index, key)
+                named = member[key]
+                which = (key, str(named.get("namespace")), str(named.get("name")))
+                if which in owners:
+                    yield source.problem(
+                        place,
+                        f"{OBJECT_KEYS[key]} {which[1]}/{which[2]} already runs "
+                        f"{_where(owners[which], source)}",
+                        "list each object once; further names of it go into models",
+                    )
+                owners.setdefault(which, place[:-1])
 
 
 def _pool_names(tree: dict[str, Any], source: Source) -> Iterator[Problem]:

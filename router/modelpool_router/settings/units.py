@@ -35,6 +35,7 @@ NAME_LIMIT = 200
 
 _DURATION = re.compile(DURATION_PATTERN)
 _SIZE = re.compile(r"^([0-9]{1,15})(B|kB|KiB|MB|MiB|GB|GiB|TiB)?$")
+_OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _POOL_NAME = re.compile(POOL_NAME_PATTERN)
 _UNIT_BYTES = {
     "B": 1,
@@ -344,6 +345,17 @@ def parse_pool_name(value: object) -> str:
     )
 
 
+def parse_object_name(value: object) -> str:
+    """Return *value* if an object of Kubernetes can have it as its name."""
+    text = value.text if isinstance(value, Number) else value
+    if isinstance(text, str) and _OBJECT_NAME.fullmatch(text) and len(text) <= 253:
+        return text
+    raise refuse(
+        f"{shown(value)} cannot name an object of Kubernetes",
+        "use small letters, digits, dashes and dots, with a letter or digit at both ends",
+    )
+
+
 def parse_word(value: object) -> str:
     """Return one argument of a command or one value of an environment, as it was written."""
     if isinstance(value, Number):
@@ -404,6 +416,7 @@ ModelName = Annotated[
 PoolNameField = Annotated[
     str, BeforeValidator(parse_pool_name), _string("name", pattern=POOL_NAME_PATTERN)
 ]
+ObjectNameField = Annotated[str, BeforeValidator(parse_object_name), _string("name of an object")]
 Word = Annotated[
     str, BeforeValidator(parse_word), Written((("type", ("string", "number")),), "text")
 ]
