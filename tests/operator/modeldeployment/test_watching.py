@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator
 
 import pytest
 
 from mdep_lab import KEY, NAMESPACE, Lab, role
 from modelpool_api.names import SLOT_ANNOTATION
-from modelpool_kube.kinds import MODEL_DEPLOYMENTS, PODS, SERVICES, Json
-from modelpool_operator.engine.modeldeployment_watching import run_deployments
+from modelpool_kube.kinds import MODEL_DEPLOYMENTS, PODS, SERVICES, Json, Kind
+from modelpool_kube.workqueue import WorkQueue, work
+from modelpool_operator.engine.watching import Watching
 
 pytestmark = pytest.mark.looptime(idle_timeout=100_000)
+
+
+class Wakes:
+    """Puts ModelDeployments into a queue, and nothing else."""
+
+    def __init__(self) -> None:
+        self.queue: WorkQueue[tuple[str, str]] = WorkQueue(rng=random.Random(1))
+
+    def wake(self, kind: Kind, key: tuple[str, str]) -> None:
+        """Look at *key* again."""
+        if kind == MODEL_DEPLOYMENTS:
+            self.queue.add(key)
 
 
 @contextlib.asynccontextmanager
@@ -26,15 +40,19 @@ async def running(lab: Lab) -> AsyncIterator[list[int]]:
         turns[0] += 1
         return await lab.operator.reconcile(key)
 
-    task = asyncio.get_running_loop().create_task(
-        run_deployments(lab.cluster.port("watches"), (), reconcile)
-    )
+    wakes = Wakes()
+    watching = Watching(lab.cluster.port("watches"), None, wakes, rng=random.Random(2))
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(each.run()) for each in watching.reflectors.values()]
+    tasks.append(loop.create_task(work(wakes.queue, reconcile)))
     try:
         yield turns
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
 
 async def rest(lab: Lab, seconds: float = 30.0) -> None:
