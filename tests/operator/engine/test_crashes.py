@@ -37,6 +37,8 @@ from operatorworld import NS, OperatorWorld, Process
 pytestmark = pytest.mark.looptime(idle_timeout=100_000)
 
 EXHAUSTIVE = bool(os.environ.get("MODELPOOL_EXHAUSTIVE"))
+MOST_POINTS = 18
+"""Most writes of one scenario that are crash points; spread over all of them."""
 READS_SAMPLED = 1 if EXHAUSTIVE else 199
 """Every so many reads one is a crash point too."""
 LIMIT_S = 900.0
@@ -263,6 +265,12 @@ async def _killed(
             return world
 
 
+def _spread(writes: list[Request]) -> list[Request]:
+    """Return all *writes*, or as many as there is time for."""
+    step = 1 if EXHAUSTIVE else -(-len(writes) // MOST_POINTS)
+    return writes[::step]
+
+
 async def _requests(scenario: Scenario) -> list[Request]:
     """Return the requests of an undisturbed run."""
     world = OperatorWorld()
@@ -281,6 +289,7 @@ def _points(requests: list[Request]) -> list[tuple[Request, Mode]]:
     if EXHAUSTIVE:
         return [(each, mode) for each in (*writes, *reads) for mode in Mode]
     modes = tuple(Mode)
+    writes = _spread(writes)
     return [
         *((each, modes[count % 3]) for count, each in enumerate(writes)),
         *((each, Mode.BEFORE) for each in reads),
@@ -305,7 +314,8 @@ async def test_given_a_kill_around_any_write_then_the_next_process_ends_it_all_t
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.name)
 async def test_given_any_answer_is_lost_then_it_ends_all_the_same(scenario: Scenario) -> None:
     writes = [each for each in await _requests(scenario) if each.is_write]
-    for number in range(1, len(writes) + 1):
+    numbers = {each.number: count for count, each in enumerate(writes, 1)}
+    for number in (numbers[each.number] for each in _spread(writes)):
         for applied in (True, False) if EXHAUSTIVE else (bool(number % 2),):
             world = OperatorWorld()
             scenario.build(world)
@@ -324,7 +334,7 @@ async def test_given_any_answer_is_lost_then_it_ends_all_the_same(scenario: Scen
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.name)
 async def test_given_a_write_lands_late_then_it_ends_all_the_same(scenario: Scenario) -> None:
     writes = [each for each in await _requests(scenario) if each.is_write]
-    for number in range(1, len(writes) + 1, 1 if EXHAUSTIVE else 3):
+    for number in range(1, len(writes) + 1, 1 if EXHAUSTIVE else max(3, len(writes) // 8)):
         world = OperatorWorld()
         scenario.build(world)
         port = world.cluster.port("first")
