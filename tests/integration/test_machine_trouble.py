@@ -7,9 +7,12 @@ import os
 import resource
 import signal
 import socket
+import sys
 from pathlib import Path
 
-from served import member, pool, served, served_here
+import pytest
+
+from served import member, pool, served, served_here, write_config
 
 
 async def test_a_router_that_was_stopped_for_a_while_keeps_its_promises(tmp_path: Path) -> None:
@@ -73,3 +76,29 @@ async def test_the_usual_limit_on_files_is_no_limit_on_holds(tmp_path: Path) -> 
             assert {answer.status for answer in answers} == {200}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(("connections", "told"), [(4096, True), (10, False)])
+async def test_a_hard_limit_below_the_bounds_is_told(
+    tmp_path: Path, connections: int, told: bool
+) -> None:
+    """What is missing shows only under load, and then in other programs first."""
+    file = tmp_path / "pool.yaml"
+    settings = {"listen": "127.0.0.1:0", "admin": "off", "stateDir": str(tmp_path / "state")}
+    bounds = {"maxConnections": connections, "maxHeld": 10}
+    write_config(file, {**settings, **bounds, "pools": [pool(member("alpha"))]})
+    program = await asyncio.create_subprocess_exec(
+        "sh", "-c", 'ulimit -n 512; exec "$@"', "sh",
+        sys.executable, "-m", "modelpool_router", "serve", str(file), "--log-format", "json",
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert program.stdout is not None
+    try:
+        lines: list[str] = []
+        while not lines or "listening" not in lines[-1]:
+            lines.append((await program.stdout.readline()).decode())
+            assert lines[-1], lines
+    finally:
+        program.terminate()
+        await program.communicate()
+    assert any("few open files allowed" in line for line in lines) is told

@@ -54,13 +54,19 @@ def _allow_files(settings: Settings) -> None:
 
     needed = 2 * settings.max_connections + settings.max_held + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (OSError, ValueError) as error:  # macOS refuses numbers above a kernel limit
-        log.warning("few open files allowed", files=soft, needed=needed, kind=type(error).__name__)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        except (OSError, ValueError):  # macOS refuses numbers above a kernel limit
+            allowed = soft
+    if allowed < needed:
+        log.warning(
+            "few open files allowed",
+            files=allowed,
+            needed=needed,
+            hint="raise the hard limit (ulimit -Hn, LimitNOFILE) or lower maxConnections",
+        )
 
 
 async def _serve(settings: Settings, logs: Logs) -> int:
