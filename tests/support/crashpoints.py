@@ -43,10 +43,13 @@ class Scenario(Generic[W]):
 
 
 async def kill_everywhere(
-    scenario: Scenario[W], modes: tuple[Mode, ...] = tuple(Mode)
+    scenario: Scenario[W],
+    modes: tuple[Mode, ...] = tuple(Mode),
+    *,
+    only: Callable[[Request, Mode], bool] = lambda request, mode: True,
 ) -> list[CrashPoint]:
     """
-    Run *scenario* with every crash point; return those that were visited.
+    Run *scenario* with every crash point that *only* lets pass; return those that were visited.
 
     Raises:
         AssertionError: something did not hold; names the crash point.
@@ -59,6 +62,8 @@ async def kill_everywhere(
     visited = []
     for number in range(1, len(clean) + 1):
         for mode in modes:
+            if not only(clean[number - 1], mode):
+                continue
             world = scenario.build()
             port = scenario.cluster(world).port("first")
             port.kill_at(number, mode)

@@ -332,9 +332,20 @@ class KubeWorld:
             else:
                 kubelet.stubborn.discard(name)
 
+    async def rested(self) -> None:
+        """Wait until nothing but Leases has moved for a while."""
+        seen = -1
+        while seen != self._last_move():
+            seen = self._last_move()
+            await asyncio.sleep(self.step_s * 4)
+
+    def stop(self) -> None:
+        """Let nothing move any more, soon."""
+        self._mover.cancel()
+
     async def end(self) -> None:
         """Let nothing move any more."""
-        self._mover.cancel()
+        self.stop()
         with contextlib.suppress(asyncio.CancelledError):
             await self._mover
 
