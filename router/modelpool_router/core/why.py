@@ -157,7 +157,10 @@ def _line(view: PoolView, wanted: MemberView) -> Iterator[str]:
             f"swapBudget is {_time(view.swap_budget_s)}"
         )
     if wanted.wait_s:
-        yield f"a request for {name} that comes now waits about {_time(wanted.wait_s)}"
+        # A load that has begun goes on while the pool is paused.
+        stands = view.paused and not (view.state is SlotState.LOADING and view.target == name)
+        after = " from then on" if stands else ""
+        yield f"a request for {name} that comes now waits about {_time(wanted.wait_s)}{after}"
 
 
 def _deferred(view: PoolView) -> Iterator[str]:

@@ -356,7 +356,7 @@ CASES: list[tuple[str, PoolView, MemberName, list[str]]] = [
             "gpu0 is paused: no swap begins until it is resumed",
             "beta waits for alpha, which is idle, to leave",
             HELD_LINE,
-            WAIT_LINE,
+            WAIT_LINE + " from then on",
         ],
     ),
     (
@@ -381,7 +381,7 @@ CASES: list[tuple[str, PoolView, MemberName, list[str]]] = [
             "gpu0 is paused: no swap begins until it is resumed",
             "the slot is empty; the load of beta has not begun, it takes about 20 s",
             HELD_LINE,
-            WAIT_LINE,
+            WAIT_LINE + " from then on",
         ],
     ),
     (
