@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from modelpool_router.app.router import Router
-from modelpool_router.app.serving import reload_once
+from modelpool_router.app.serving import _stamp, reload_once
 from modelpool_router.drivers.statedir import lock_pool
 from modelpool_router.settings import Changes, Settings, load
 from modelpool_router.telemetry import configure_logs
@@ -153,6 +156,24 @@ async def test_every_setting_that_may_change_does(tmp_path: Path) -> None:
         await router.act("unload")
         line = await router.wait_for_log("state_changed")  # told at debug only
         assert line["level"] == "debug"
+
+
+@pytest.mark.parametrize("holder", ["keys", "adminToken", "upstreams"])
+async def test_a_secret_that_changes_is_read_again(tmp_path: Path, holder: str) -> None:
+    """Keys are changed by writing their file; nobody should have to think of a signal."""
+    secret = tmp_path / "secret"
+    secret.write_text("sk-first-key\n", encoding="utf-8")
+    config: dict[str, Any] = {"pools": [pool(member("alpha"))]}
+    place: dict[str, Any] = {"file": "secret"}
+    if holder == "upstreams":
+        config["upstreams"] = [{"name": "far", "url": "http://127.0.0.1:9", "apiKey": place}]
+    else:
+        config[holder] = place
+    write_config(tmp_path / "pool.yaml", config)
+    settings = load(tmp_path / "pool.yaml")
+    before = _stamp(settings)
+    secret.write_text("sk-the-second-key\n", encoding="utf-8")
+    assert _stamp(settings) != before
 
 
 async def test_a_reload_that_goes_wrong_is_not_the_last_one(tmp_path: Path) -> None:

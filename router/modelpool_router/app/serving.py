@@ -170,7 +170,8 @@ def _stamp(settings: Settings) -> tuple[object, ...]:
     source = settings.source
     if source is None or source.path is None:
         return ()
-    secrets = (settings.keys, settings.admin_token)
+    upstream_keys = (upstream.api_key for upstream in settings.upstreams)
+    secrets = (settings.keys, settings.admin_token, *upstream_keys)
     paths = [source.path, *(secret.file for secret in secrets if secret and secret.file)]
     stamp: list[object] = []
     for path in paths:
