@@ -60,7 +60,7 @@ test-llama: $(VENV)/.made-test ## The real llama-server with a real small model,
 
 .PHONY: test-cluster
 test-cluster: $(VENV)/.made-test ## A real Kubernetes control plane and Kueue (first: tests/cluster/build-assets.sh)
-	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
+	$(BIN)/python -m pytest -m cluster $(or $(ARGS),tests/cluster)
 
 .PHONY: cluster
 cluster: $(VENV)/.made-test ## Leave such a cluster running; prints an export KUBECONFIG line
