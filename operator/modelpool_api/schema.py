@@ -200,7 +200,8 @@ def crd(resource: Resource) -> Schema:
                 "plural": resource.plural,
                 "singular": resource.kind.lower(),
                 "shortNames": [resource.short],
-                "categories": ["modelpool"],
+                # Not the name of a kind: kubectl would take `get modelpool NAME` for the category.
+                "categories": ["modelpool-all"],
             },
             "versions": [version],
         },

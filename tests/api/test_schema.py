@@ -222,3 +222,12 @@ def test_types_that_can_be_expressed() -> None:
     assert of(Annotated[str | None, Node({"maxLength": 3})]) == {"type": "string", "maxLength": 3}
     assert of(dict[str, int])["additionalProperties"] == {"type": "integer"}
     assert of(Inner)["properties"] == {"someName": {"type": "boolean", "default": True}}
+
+
+def test_no_category_is_the_name_of_a_kind() -> None:
+    # `kubectl get modelpool NAME` would list the category and refuse the name.
+    names = [made(kind)["spec"]["names"] for kind in KINDS]
+    taken = {each[key] for each in names for key in ("singular", "plural")}
+    taken |= {short for each in names for short in each["shortNames"]}
+
+    assert not taken & {category for each in names for category in each["categories"]}
