@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import configuring, demo, serving, trace, verbs, watching
+from . import cluster, configuring, demo, serving, trace, verbs, watching
 from .exits import EXIT_CODES_HELP, ExitCode
 
 app = typer.Typer(
@@ -66,6 +66,9 @@ app.command(rich_help_panel=_PANEL)(verbs.load)
 app.command(rich_help_panel=_PANEL)(verbs.unload)
 app.command(rich_help_panel=_PANEL)(verbs.pause)
 app.command(rich_help_panel=_PANEL)(verbs.resume)
+app.command(rich_help_panel="Cluster")(cluster.doctor)
+app.command(rich_help_panel="Cluster")(cluster.adopt)
+app.command(rich_help_panel="Cluster")(cluster.forget)
 app.command(rich_help_panel="Cluster")(trace.trace)
 
 

@@ -1,0 +1,131 @@
+"""ModelPools as pools of a router: what becomes of every field, and of what cannot be served."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from memcluster import MemCluster
+from modelpool_kube.kinds import INFERENCE_SERVICES, MODEL_POOLS
+from modelpool_router.app.cluster import kube_members
+from modelpool_router.app.modelpools import BadModelPool, ModelPools, beside, pool_of
+from modelpool_router.core.spec import MemberName
+from modelpool_router.settings import PoolsFrom, from_mapping
+
+
+def model_pool(name: str = "gpu0", **spec: Any) -> dict[str, Any]:
+    """Return a ModelPool as the API server has it."""
+    members = [
+        {"deploymentRef": {"name": "small"}, "profile": "llama-server", "models": ["gpt"]},
+        {"name": "big", "inferenceServiceRef": {"name": "large"}, "serviceRef": {"name": "front"}},
+    ]
+    return {
+        "apiVersion": "modelpool.dev/v1alpha1",
+        "kind": "ModelPool",
+        "metadata": {"name": name, "namespace": "lab"},
+        "spec": {"members": members, **spec},
+    }
+
+
+def test_every_rule_of_a_model_pool_is_a_rule_of_the_pool() -> None:
+    pool = pool_of(
+        model_pool(
+            default="big",
+            swapBudget="45s",
+            maxTurn="7s",
+            linger="1s",
+            drainTimeout="30s",
+            loadTimeout="4m",
+            unschedulableAfter="2m",
+            maxGeneration="90s",
+            idleUnloadAfter="10m",
+            reclaimDefaultAfter="20m",
+            hungAfter="33s",
+        ),
+        {"large": "vllm"},
+    )
+
+    assert (pool.name, pool.default, pool.swap_budget_s, pool.max_turn_s) == ("gpu0", "big", 45, 7)
+    assert (pool.linger_s, pool.drain_timeout_s, pool.load_timeout_s) == (1, 30, 240)
+    assert (pool.unschedulable_after_s, pool.max_generation_s) == (120, 90)
+    assert (pool.idle_unload_after_s, pool.reclaim_default_after_s, pool.hung_after_s) == (
+        600,
+        1200,
+        33,
+    )
+    small, big = (kube_members(pool)[MemberName(name)] for name in ("small", "big"))
+    assert (small.kind, small.namespace, small.target) == ("Deployment", "lab", "small")
+    assert (big.kind, big.target, big.service) == ("InferenceService", "large", "front")
+    assert (small.profile.name, big.profile.name) == ("llama-server", "vllm")
+    assert small.unschedulable_after_s == 120
+    assert pool.members[0].models == ("gpt",)
+
+
+def test_what_is_unset_is_as_the_api_says() -> None:
+    pool = pool_of(model_pool(), {})
+
+    assert (pool.swap_budget_s, pool.max_turn_s, pool.linger_s, pool.load_timeout_s) == (
+        300,
+        60,
+        None,
+        600,
+    )
+    assert kube_members(pool)[MemberName("big")].profile.name == "generic"
+    assert kube_members(pool)[MemberName("big")].unschedulable_after_s == 600
+
+
+def test_a_model_pool_that_cannot_be_read_says_where() -> None:
+    with pytest.raises(BadModelPool, match="swapBudget|swap_budget"):
+        pool_of(model_pool(swapBudget="soon"), {})
+
+
+def test_a_name_that_is_taken_leaves_the_later_pool_out() -> None:
+    settings = from_mapping({"upstreams": [{"name": "gpt", "url": "http://10.0.0.1:80"}]})
+    pool = pool_of(model_pool(), {})
+
+    assert beside(settings, {"gpu0": pool}).pools == ()
+    other = from_mapping({"upstreams": [{"name": "else", "url": "http://10.0.0.1:80"}]})
+    assert beside(other, {"gpu0": pool}).pools == (pool,)
+
+
+async def test_model_pools_are_followed_and_a_bad_edit_changes_nothing() -> None:
+    cluster = MemCluster(clock=asyncio.get_running_loop().time)
+    cluster.put(MODEL_POOLS, "lab", model_pool())
+    service = {"metadata": {"name": "large"}, "spec": {"profile": "vllm"}}
+    cluster.put(INFERENCE_SERVICES, "lab", service)
+    changes = asyncio.Queue[int]()
+
+    async def changed() -> None:
+        changes.put_nowait(len(pools.pools))
+
+    pools = ModelPools(cluster.port("router"), PoolsFrom(namespace="lab"), changed)
+    await pools.start()
+    assert kube_members(pools.pools["gpu0"])[MemberName("big")].profile.name == "vllm"
+
+    cluster.put(MODEL_POOLS, "lab", model_pool("gpu1"))
+    async with asyncio.timeout(10):
+        assert await changes.get() == 2
+    cluster.edit(MODEL_POOLS, "lab", "gpu0", {"spec": {"swapBudget": "soon"}})
+    cluster.remove(MODEL_POOLS, "lab", "gpu1")
+    async with asyncio.timeout(10):
+        assert await changes.get() == 1
+    assert pools.pools["gpu0"].swap_budget_s == 300
+
+    await pools.close()
+
+
+async def test_only_those_that_were_named_are_served() -> None:
+    cluster = MemCluster(clock=asyncio.get_running_loop().time)
+    for name in ("gpu0", "gpu1"):
+        cluster.put(MODEL_POOLS, "lab", model_pool(name))
+
+    async def changed() -> None: ...
+
+    chosen = PoolsFrom(namespace="lab", names=("gpu1",))
+    pools = ModelPools(cluster.port("router"), chosen, changed)
+    await pools.start()
+
+    assert set(pools.pools) == {"gpu1"}
+    await pools.close()
