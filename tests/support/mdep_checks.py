@@ -149,6 +149,8 @@ class Checks:
         """Check everything that *write* can have broken."""
         after, before = write.after, write.before
         by_operator = write.actor.startswith(OPERATOR)
+        if by_operator and write.kind in (PODS, WORKLOADS) and write.verb in ("patch", "status"):
+            self._only_routes(write)
         if write.kind == PODS:
             instance = instance_of(after or before or {"metadata": {}})
             if write.namespace != self.namespace or instance not in ("", self.name):
@@ -178,6 +180,18 @@ class Checks:
 
     def _fail(self, rule: str, text: str) -> None:
         raise Broken(f"{rule}: {text}")
+
+    def _only_routes(self, write: Write) -> None:
+        """A running member is not touched but for its routing label; a Workload not at all."""
+        assert write.before is not None and write.after is not None
+        seen = []
+        for obj in (write.before, write.after):
+            found = {**obj["metadata"], "labels": {**labels_of(obj), ROUTING_LABEL: ""}}
+            found.pop("resourceVersion")
+            seen.append({**obj, "metadata": found})
+        self.checked["R33"] += 1
+        if write.kind == WORKLOADS or seen[0] != seen[1]:
+            self._fail("R33", f"{write.kind.kind} {write.name} is changed in place")
 
     def _note_pod(self, pod: Json) -> None:
         deployment = self.deployment()
