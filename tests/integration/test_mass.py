@@ -186,9 +186,6 @@ async def test_ten_thousand_requests_have_one_outcome_each(tmp_path: Path) -> No
             check(each, lines[request_id])
 
         outcomes = Counter(line["outcome"] for line in lines.values())
-        print(
-            router.url, outcomes, "loads", driver.count("landed"), "crashes", driver.count("died")
-        )
         assert outcomes["served"] > 0.75 * count
         assert 0.03 * count < left < 0.2 * count
         assert driver.count("died") > 100

@@ -65,7 +65,10 @@ class Link:
             return None
         seen = SeenRequest(head, b"")
         lengths = seen.values("content-length")
-        body = await self.reader.readexactly(int(lengths[0])) if lengths else b""
+        try:
+            body = await self.reader.readexactly(int(lengths[0])) if lengths else b""
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
         seen = SeenRequest(head, body)
         self.requests.append(seen)
         return seen
@@ -82,7 +85,9 @@ class Link:
         self.writer.close()
 
     def reset(self) -> None:
-        """Close with RST."""
+        """Close with RST; the other side may have been quicker."""
+        if self.writer.is_closing():
+            return
         sock = self.writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
