@@ -1,0 +1,220 @@
+"""The operator as a process of its own, under its shipped Role, on a real API server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster_kubectl import KubectlFailed, Object, until
+from cluster_objects import GPU, deployment, member_container
+from harness import OwnCluster
+
+pytestmark = pytest.mark.cluster
+ROOT = Path(__file__).parents[2]
+SLOT = "modelpool.dev/slot"
+
+
+def base() -> Iterator[Object]:
+    """Yield the shipped objects, but for the Deployment: its image cannot be pulled here."""
+    for folder in ("crds", "operator", "policy"):
+        listed = yaml.safe_load((ROOT / "manifests" / folder / "kustomization.yaml").read_text())
+        for name in listed["resources"]:
+            for each in yaml.safe_load_all((ROOT / "manifests" / folder / name).read_text()):
+                if each["kind"] != "Deployment":
+                    yield each
+
+
+class Operator:
+    """A `modelpool-operator` process."""
+
+    def __init__(self, kubeconfig: Path, log: Path, name: str) -> None:
+        self.log = log
+        with log.open("ab") as sink:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    *("-m", "modelpool_operator"),
+                    *("--kubeconfig", str(kubeconfig), "--identity", name),
+                    *("--lease-namespace", "modelpool-system", "--listen", "127.0.0.1:0"),
+                ],
+                stdout=sink,
+                stderr=sink,
+                env={**os.environ, "PYTHONPATH": str(ROOT / "operator")},
+            )
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """End it; return its exit code."""
+        self._process.send_signal(number)
+        return self._process.wait(timeout=30)
+
+    def said(self) -> list[Any]:
+        """Return its log."""
+        lines = self.log.read_text("utf-8").splitlines()
+        return [json.loads(each) for each in lines if each.startswith("{")]
+
+
+@pytest.fixture
+def shipped(own: OwnCluster) -> OwnCluster:
+    """A cluster with the shipped objects in it."""
+    objects = list(base())
+    first = [each for each in objects if each["kind"] in ("CustomResourceDefinition", "Namespace")]
+    own.kubectl.apply(*first)
+    for each in first:
+        if each["kind"] == "CustomResourceDefinition":
+            name = f"crd/{each['metadata']['name']}"
+            own.kubectl("wait", "--for=condition=Established", name, "--timeout=60s")
+    own.kubectl.apply(*[each for each in objects if each not in first])
+    return own
+
+
+@pytest.fixture
+def start(shipped: OwnCluster, tmp_path: Path) -> Iterator[Callable[[str], Operator]]:
+    """Start operators; they are ended afterwards."""
+    account = shipped.service_account("modelpool-system", "modelpool-operator")
+    with contextlib.ExitStack() as stack:
+
+        def started(name: str) -> Operator:
+            operator = Operator(account, tmp_path / f"{name}.log", name)
+            stack.callback(lambda: operator._process.poll() is None and operator.stop())
+            return operator
+
+        yield started
+
+
+def service(namespace: str, name: str) -> Object:
+    """An InferenceService of the fake member."""
+    return {
+        "apiVersion": "modelpool.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "image": "modelpool.test/member",
+            "args": ["--host", "$(POD_IP)", "--port", "8080"],
+            "profile": "llama-server",
+            "resources": {"limits": {GPU: "1"}},
+            "terminationGracePeriodSeconds": 5,
+        },
+    }
+
+
+def objects(namespace: str) -> list[Object]:
+    """An InferenceService and a Deployment that share a pool, and a router for it."""
+    judge = deployment(namespace, "judge", member_container(), terminationGracePeriodSeconds=5)
+    judge["spec"]["replicas"] = 0
+    version = "modelpool.dev/v1alpha1"
+    members = [
+        {"inferenceServiceRef": {"name": "coder"}},
+        {"deploymentRef": {"name": "judge"}, "profile": "llama-server"},
+    ]
+    return [
+        service(namespace, "coder"),
+        judge,
+        {
+            "apiVersion": version,
+            "kind": "ModelPool",
+            "metadata": {"name": "gpu0", "namespace": namespace},
+            "spec": {"members": members, "default": "coder"},
+        },
+        {
+            "apiVersion": version,
+            "kind": "ModelRouter",
+            "metadata": {"name": "front", "namespace": namespace},
+            "spec": {
+                "pools": [{"name": "gpu0"}],
+                "allowAnonymous": True,
+                "replicas": 3,
+                "image": "modelpool.test/any",
+            },
+        },
+    ]
+
+
+def test_given_a_pool_then_the_shipped_operator_keeps_it(
+    shipped: OwnCluster, start: Callable[[str], Operator], namespace: str
+) -> None:
+    kubectl = shipped.kubectl
+    operator = start("operator-0")
+    kubectl.apply(*objects(namespace))
+
+    def pool() -> Object:
+        found: Object = kubectl.get("modelpool", "gpu0", "-n", namespace).get("status", {})
+        return found
+
+    def condition(kind: str) -> str:
+        found = [each for each in pool().get("conditions", []) if each["type"] == kind]
+        return f"{found[0]['status']}/{found[0]['reason']}" if found else ""
+
+    # a cold default is warmed, and real kubectl shows it
+    until(lambda: pool().get("residentMember") == "coder", "the default is warmed", 240)
+    shown = kubectl("get", "mpool", "-n", namespace).splitlines()
+    assert shown[0].split() == ["NAME", "POLICY", "RESIDENT", "PHASE", "AGE"]
+    assert shown[1].split()[:4] == ["gpu0", "sticky", "coder", "Ready"]
+    assert condition("SlotAllocated") == "True/Resident"
+    members = {each["name"]: each["phase"] for each in pool()["members"]}
+    assert members == {"coder": "Ready", "judge": "Stopped"}
+    kubectl("wait", "--for=condition=Ready", "isvc/coder", "-n", namespace, "--timeout=30s")
+
+    # the router is pinned, and may do to a member what it must and nothing else
+    until(
+        lambda: kubectl.get("deployment", "front", "-n", namespace).get("spec", {}).get("replicas"),
+        "the router is made",
+        60,
+    )
+    assert kubectl.get("deployment", "front", "-n", namespace)["spec"]["replicas"] == 1
+    router = shipped.as_user(shipped.service_account(namespace, "front"))
+    mark = {"metadata": {"annotations": {"other.dev/x": "1"}}}
+    until(lambda: _refuses(router, namespace, mark), "the policy is in force", 60)
+    image = {"spec": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}}
+    assert _refuses(router, namespace, image)
+    scale = {"metadata": {"annotations": {SLOT: f"{namespace}/modelpool-gpu0:1"}}}
+    assert not _refuses(router, namespace, scale)
+    with pytest.raises(KubectlFailed, match="forbidden"):
+        router("get", "secrets", "-n", namespace)
+
+    # demand by hand where no router takes requests
+    kubectl("scale", "deployment/judge", "--replicas=1", "-n", namespace)
+    until(lambda: pool().get("residentMember") == "judge", "judge takes over", 240)
+    assert kubectl.get("isvc", "coder", "-n", namespace)["spec"]["replicas"] == 0
+    below = kubectl.get("deployment", "coder", "-n", namespace)
+    above = kubectl.get("isvc", "coder", "-n", namespace)
+    assert below["spec"]["replicas"] == 0
+    assert below["metadata"]["annotations"][SLOT] == above["metadata"]["annotations"][SLOT]
+
+    # a killed operator is made up for
+    operator.stop(signal.SIGKILL)
+    operator = start("operator-0")
+
+    # the end of a pool moves nothing
+    kubectl("delete", "modelpool", "gpu0", "-n", namespace, "--timeout=90s")
+    judge = kubectl.get("deployment", "judge", "-n", namespace)
+    assert judge["spec"]["replicas"] == 1
+    assert SLOT not in judge["metadata"].get("annotations", {})
+    assert kubectl.get("lease", "modelpool-gpu0", "-n", namespace) == {}
+
+    reasons = {each["reason"] for each in kubectl.items("events.events.k8s.io", "-n", namespace)}
+    assert {"SwapStarted", "SwapCompleted"} <= reasons
+    assert operator.stop() == 0
+    for log in sorted(operator.log.parent.glob("*.log")):
+        text = log.read_text("utf-8")
+        assert not re.search("forbidden|Traceback|Forbidden", text), text[-4000:]
+
+
+def _refuses(router: Any, namespace: str, patch: Object) -> bool:
+    try:
+        where = ("deployment/judge", "-n", namespace, "--type=merge", "-p", json.dumps(patch))
+        router("patch", *where)
+    except KubectlFailed as failed:
+        assert "ValidatingAdmissionPolicy" in failed.stderr, failed.stderr
+        return True
+    return False
