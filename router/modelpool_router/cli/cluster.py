@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable
@@ -366,6 +365,8 @@ def _with_cluster(
     work: Callable[[ClusterPort], Awaitable[T]], kubeconfig: str | None, context: str | None
 ) -> T:
     """Run *work* with a client; end the command in words when there is none."""
+    import asyncio
+
     from modelpool_api.names import CLI_MANAGER
     from modelpool_kube.client import connect
     from modelpool_kube.errors import Forbidden, KubeError
