@@ -149,14 +149,14 @@ def _role(seen: ObservedRouter, owner: Owner) -> Json:
 
 def rules(router: ModelRouter, pools: Iterable[ModelPool]) -> Iterable[Json]:
     """
-    Yield what the router may do: read and scale its members by name, and nothing else.
+    Yield what the router may do: scale its members, named one by one, and read around them.
 
     Lists and watches of named objects are granted for requests that select one by
-    ``metadata.name``.
+    ``metadata.name``. Our own kinds are followed as a whole: they hold no secrets.
     """
     if not router.spec.pools:
         return
-    yield _rule("modelpool.dev", ["modelpools"], READ, [each.name for each in router.spec.pools])
+    yield _rule("modelpool.dev", ["modelpools", "inferenceservices"], READ)
     leases = [lease_name(each.name) for each in router.spec.pools]
     yield _rule("coordination.k8s.io", ["leases"], [*READ, "patch"], leases)
     targets: dict[Kind, set[str]] = {}

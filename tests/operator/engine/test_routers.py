@@ -138,7 +138,6 @@ async def test_given_the_role_then_it_names_members_and_leases_and_nothing_more(
         if "resourceNames" in rule
     ]
     assert named == [
-        (["modelpools"], read, ["gpu0"]),
         (["leases"], [*read, "patch"], ["modelpool-gpu0"]),
         (["inferenceservices"], [*read, "patch"], ["judge"]),
         (["deployments"], [*read, "patch"], ["coder"]),
