@@ -32,6 +32,8 @@ from modelpool_operator.plan.modeldeployment.actions import Note
 
 pytestmark = pytest.mark.cluster
 NODE = "md-node"
+SLICE = "nvidia.com/gpumem-percentage"
+CORES = "nvidia.com/gpucores"
 
 
 def role(name: str = "server", **fields: Any) -> Json:
@@ -172,7 +174,7 @@ def waits(deployment: Json) -> bool:
 @pytest.fixture
 async def ground(own: OwnCluster, namespace: str) -> AsyncIterator[Ground]:
     """A namespace to replace replicas in; everything of it is gone afterwards."""
-    own.node(NODE, {GPU: 4})
+    own.node(NODE, {GPU: 4, SLICE: 200, CORES: 200})
     async with await connect(manager="test", kubeconfig=str(own.kubeconfig)) as client:
         for resource in schema.RESOURCES:
             with contextlib.suppress(AlreadyExists):
@@ -323,3 +325,102 @@ async def test_at_rest_nothing_is_written(ground: Ground) -> None:
 
     assert meta(await ground.deployment())["resourceVersion"] == meta(before)["resourceVersion"]
     assert [meta(pod)["resourceVersion"] for pod in await ground.pods()] == pods
+
+
+async def test_cards_to_slices_and_back_have_fresh_pods_of_the_right_kind(ground: Ground) -> None:
+    kind = await ground.type("a", gpus=4)
+    flavor, queue, local = queues(ground.namespace, kind, gpus=4)
+    group = queue["spec"]["resourceGroups"][0]
+    group["coveredResources"] = [GPU, SLICE, CORES]
+    amounts = {GPU: 4, SLICE: 200, CORES: 200}
+    group["flavors"][0]["resources"] = [
+        {"name": name, "nominalQuota": amount} for name, amount in amounts.items()
+    ]
+    ground.own.kubectl.apply(flavor, queue, local)
+    keys = {"card": GPU, "sliceMemory": SLICE, "sliceCores": CORES}
+    await ground.client.patch_merge(INSTANCE_TYPES, None, kind, {"spec": {"accelerator": keys}})
+    await ground.deploy(role(instanceType=kind, resources={"accelerator": 1}))
+    await ground.rest()
+    seen = await ground.uids()
+
+    half = {"acceleratorSlicedMemoryPercentage": 50, "acceleratorSlicedCoresPercentage": 30}
+    steps: list[tuple[Json, Json]] = [
+        (half, {SLICE: "50", CORES: "30"}),
+        ({"acceleratorSlicedMemoryPercentage": 25}, {SLICE: "25"}),
+        ({"accelerator": 1}, {GPU: "1"}),
+    ]
+    for resources, wanted in steps:
+        await ground.edit(resources=resources)
+        await ground.rest()
+
+        (pod,) = await ground.pods()
+        assert pod["spec"]["containers"][0]["resources"]["requests"] == wanted
+        assert uid(pod) not in seen
+        seen.add(uid(pod))
+
+
+async def test_a_managed_command_becomes_the_users_own_and_managed_again(ground: Ground) -> None:
+    kind = await ground.type("a", gpus=4)
+    managed = {
+        "image": "modelpool.test/member",
+        "command": None,
+        "extraArgs": ["--host", "127.0.0.1", "--port", "0"],
+    }
+    first = {key: value for key, value in {**role(instanceType=kind), **managed}.items() if value}
+    await ground.deploy(first)
+    assert not (await ground.rest())["status"]["roles"][0]["unmanaged"]
+
+    await ground.edit(command=["sleep", "900"])
+    taken = await ground.rest()
+    (pod,) = await ground.pods()
+    assert taken["status"]["roles"][0]["unmanaged"]
+    assert "args" not in pod["spec"]["containers"][0]
+
+    await ground.edit(command=None)
+    assert not (await ground.rest())["status"]["roles"][0]["unmanaged"]
+
+
+async def test_an_operator_that_forgets_everything_at_every_turn_finishes(ground: Ground) -> None:
+    kind = await ground.type("a", gpus=4)
+    await ground.deploy(role(instanceType=kind, replicas=2, size=2))
+    await ground.rest()
+    old = await ground.uids()
+    await ground.edit(command=["sleep", "900"])
+    phases: set[str] = set()
+
+    def look(found: Json) -> bool:
+        ground.restart()
+        text = annotation(found, REPLACEMENTS_ANNOTATION) or ""
+        phases.update(phase for phase in ("Cleanup", "WaitingForAdmission") if phase in text)
+        return is_at_rest(found)
+
+    await ground.until(look, "at rest")
+
+    assert "Cleanup" in phases
+    assert not await ground.uids() & old and len(await ground.uids()) == 4
+
+
+@pytest.mark.parametrize("phase", ["Cleanup", "WaitingForAdmission"])
+async def test_deleted_in_the_middle_nothing_of_ours_is_left_and_all_of_others(
+    ground: Ground, phase: str
+) -> None:
+    kind = await ground.type("a", gpus=1)
+    container = {"name": "c", "image": "modelpool.test/any", "command": ["sleep", "1000"]}
+    spec = {"containers": [container], "terminationGracePeriodSeconds": 1}
+    foreign = PODS.body("other", ground.namespace, spec=spec)
+    kept = uid(await ground.client.create(PODS, ground.namespace, foreign))
+    await ground.deploy(role(instanceType=kind))
+    await ground.rest()
+    await ground.edit(resources={"accelerator": 2})
+    await ground.until(
+        lambda found: phase in (annotation(found, REPLACEMENTS_ANNOTATION) or ""), phase
+    )
+
+    await ground.client.delete(MODEL_DEPLOYMENTS, ground.namespace, "chat")
+    async with asyncio.timeout(90):
+        while ground.own.kubectl.items("modeldeployments", "-n", ground.namespace):
+            await ground.turn()
+
+    left = (await ground.client.list(PODS, ground.namespace)).items
+    assert [uid(pod) for pod in left] == [kept]
+    assert (await ground.client.list(WORKLOADS, ground.namespace)).items == ()

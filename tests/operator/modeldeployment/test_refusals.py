@@ -188,6 +188,17 @@ async def test_an_edit_is_accepted_again_once_it_is_right() -> None:
     assert "--seed" in lab.pods()[0]["spec"]["containers"][0]["args"]
 
 
+async def test_extra_arguments_beside_a_command_have_no_effect_and_no_quarrel() -> None:
+    lab = Lab(role(extraArgs=["--seed", "1"]), engine={"name": "Custom"})
+    await lab.settle()
+
+    lab.edit(command=["run"])
+    await lab.settle()
+
+    assert lab.condition("Accepted")[0] == "True"
+    assert "args" not in lab.pods()[0]["spec"]["containers"][0]
+
+
 async def test_drift_of_a_type_does_not_bar_an_edit_of_something_else() -> None:
     lab = Lab(role(resources={"accelerator": 2}))
     await lab.settle()

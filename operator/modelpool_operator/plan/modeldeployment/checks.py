@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from modelpool_api.names import ACCEPTED_ANNOTATION
 from modelpool_api.v1alpha1.instancetype import InstanceType
-from modelpool_api.v1alpha1.modeldeployment import EngineName, ModelDeployment, Role
+from modelpool_api.v1alpha1.modeldeployment import ModelDeployment, Role
 
 from .command import owned_flag, port_flag
 from .render import asks_for_slice, cards, placement
@@ -61,11 +61,6 @@ def _commands(deployment: ModelDeployment, role: Role, at: str) -> Iterator[str]
             f'{at}.extraArgs "{owned}": the served name is written by the operator from '
             f'spec.model.name ("{spec.model.name}"); remove the flag, or write the whole command '
             "line into command"
-        )
-    if spec.engine.name is EngineName.CUSTOM and role.extra_args and role.command:
-        yield (
-            f"{at}.extraArgs {list(role.extra_args)}: has no effect beside command; move the "
-            "arguments into command"
         )
     where = "command" if role.command else "extraArgs"
     own = port_flag(role.command or role.extra_args)
