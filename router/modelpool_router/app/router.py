@@ -48,6 +48,7 @@ from ..web.auth import Keys
 from ..web.dispatch import Dispatcher
 from ..web.handlers import DataPort
 from ..web.server import FrontServer, require_c_parser
+from ..web.short import ShortWay
 from ..web.upstream import UpstreamClient, UpstreamLimits
 from . import assembly
 
@@ -138,19 +139,28 @@ class Router:
             violation=self._metrics.residency_violation,
         )
         self._dispatcher = Dispatcher(self._pools, self._client)
+        accountant = Accountant(self._metrics, self._logs, loop.time)
         self._data_port = DataPort(
             assembly.surface(settings, self._upstream_keys),
             pools=self._pools,
             dispatcher=self._dispatcher,
             keys=self._keys,
             ledger=self._ledger,
-            accountant=Accountant(self._metrics, self._logs, loop.time),
+            accountant=accountant,
             ready=self.ready,
         )
         options = replace(
             assembly.server_options(settings), on_refused=lambda code: self._metrics.parse_error()
         )
         self._front = FrontServer(self._data_port, options)
+        self._front.short = ShortWay(
+            self._data_port,
+            pools=self._pools,
+            client=self._client,
+            keys=self._keys,
+            ledger=self._ledger,
+            accountant=accountant,
+        )
         self._server = await loop.create_server(
             self._front,
             settings.listen.host or None,

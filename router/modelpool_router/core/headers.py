@@ -118,6 +118,8 @@ class AnswerHead(msgspec.Struct, frozen=True):
     reason: bytes
     fields: Sequence[Field]
     """What a client may see, in order, duplicates included; framing and ours left out."""
+    lines: bytes
+    """The same as a client gets it, status line included."""
     framing: Framing
     length: int | None
     """Content-Length, if it said one (with `Framing.NONE` too: HEAD and 304)."""
@@ -126,6 +128,49 @@ class AnswerHead(msgspec.Struct, frozen=True):
     event_stream: bool
     encoded: bool
     """Whether the body carries a Content-Encoding, so that no text can be added to it."""
+
+
+class Stencil:
+    """
+    A head with a hole where its Content-Length stands.
+
+    Who speaks again on a connection mostly says the same head but for that number, which then need
+    not be read again.
+    """
+
+    __slots__ = ("_after", "_before", "end", "length")
+
+    def __init__(self, before: bytes, after: bytes) -> None:
+        self._before = before
+        self._after = after
+        self.length = 0
+        self.end = 0
+
+    @classmethod
+    def of(cls, raw: bytes, length: int) -> Stencil | None:
+        """Return the one of a head that was found to have this Content-Length."""
+        line = b"\r\ncontent-length: %d\r\n" % length
+        at = raw.lower().find(line)
+        if at < 0:
+            return None  # written in an unusual way
+        hole = at + len(b"\r\ncontent-length: ")
+        return cls(raw[:hole], raw[at + len(line) - 2 :])
+
+    def fits(self, data: bytes) -> bool:
+        """Say whether *data* begins with such a head; `length` and `end` tell the rest then."""
+        before, after = self._before, self._after
+        if not data.startswith(before):
+            return False
+        at = len(before)
+        stop = data.find(b"\r\n", at, at + 17)
+        if stop < 0 or not data.startswith(after, stop):
+            return False
+        digits = data[at:stop]
+        if not digits.isdigit():
+            return False
+        self.length = int(digits)
+        self.end = stop + len(after)
+        return True
 
 
 def request_head(
@@ -154,7 +199,21 @@ def request_head(
     Raises:
         ValueError: *method*, *target* or *credential* would break out of its line.
     """
-    parts = [_request_line(method, target, authority)]
+    lines = allowed_lines(client_fields, plain_answer=plain_answer)
+    if plain_answer:
+        lines.append(b"Accept-Encoding: identity\r\n")
+    if credential is not None:
+        if not _is_token(credential[0]) or not _is_text(credential[1]):
+            raise ValueError("the configured upstream credential does not fit into a header line")
+        lines.append(b"%b: %b\r\n" % credential)
+    size = body_size if body_size or method not in ("GET", "HEAD") else None
+    return assembled_head(
+        request_line(method, target, authority), b"".join(lines), request_id, size
+    )
+
+
+def allowed_lines(client_fields: Iterable[Field], *, plain_answer: bool = False) -> list[bytes]:
+    """Return the lines of a client's head that a member gets to see, ends included."""
     nominated: frozenset[bytes] = frozenset()
     kept: list[tuple[bytes, bytes]] = []
     for name, value in client_fields:
@@ -167,6 +226,7 @@ def request_head(
         elif low == b"connection":
             nominated |= _tokens(value)
     seen: set[bytes] = set()
+    lines: list[bytes] = []
     for low, line in kept:
         # Of what may be there once the first counts: the front read that one, and a member must
         # not read another.
@@ -175,22 +235,30 @@ def request_head(
         if plain_answer and low == b"accept-encoding":
             continue
         seen.add(low)
-        parts.append(line)
-    if plain_answer:
-        parts.append(b"Accept-Encoding: identity\r\n")
-    if credential is not None:
-        if not _is_token(credential[0]) or not _is_text(credential[1]):
-            raise ValueError("the configured upstream credential does not fit into a header line")
-        parts.append(b"%b: %b\r\n" % credential)
-    parts.append(b"X-Request-Id: %b\r\n" % header_text(request_id))
-    if body_size or method not in ("GET", "HEAD"):
-        parts.append(b"Content-Length: %d\r\n" % body_size)
-    parts.append(b"\r\n")
-    return b"".join(parts)
+        lines.append(line)
+    return lines
+
+
+def assembled_head(line: bytes, lines: bytes, request_id: str, body_size: int | None) -> bytes:
+    """Return a whole head of `request_line`, `allowed_lines` and what is ours to say."""
+    if body_size is None:
+        return b"%b%bX-Request-Id: %b\r\n\r\n" % (line, lines, header_text(request_id))
+    return b"%b%bX-Request-Id: %b\r\nContent-Length: %d\r\n\r\n" % (
+        line,
+        lines,
+        header_text(request_id),
+        body_size,
+    )
 
 
 @lru_cache(maxsize=256)
-def _request_line(method: str, target: str, authority: bytes) -> bytes:
+def request_line(method: str, target: str, authority: bytes) -> bytes:
+    """
+    Return a request line and Host.
+
+    Raises:
+        ValueError: *method* or *target* would break out of the line.
+    """
     raw_method, raw_target = method.encode("ascii"), target.encode("ascii")
     if not _is_token(raw_method) or not _is_target(raw_target):
         raise ValueError("not a request line")
@@ -276,6 +344,7 @@ def parse_answer_head(raw: bytes, *, method: str) -> AnswerHead:
         status=status,
         reason=reason,
         fields=fields,
+        lines=_lines(status, reason, fields, event_stream),
         framing=framing,
         length=length,
         keep_alive=(
@@ -343,6 +412,15 @@ def _line(field: Field) -> bytes:
     return b"%b: %b\r\n" % field
 
 
+def _lines(status: int, reason: bytes, fields: Iterable[Field], event_stream: bool) -> bytes:
+    first = b"HTTP/1.1 %d %b\r\n" % (status, reason)
+    if not event_stream:
+        return first + b"".join(map(_line, fields))
+    # nginx and others hold an event stream back unless they are told not to
+    kept = [_line(field) for field in fields if field[0].lower() != b"cache-control"]
+    return b"".join((first, *kept, b"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n"))
+
+
 def answer_head(
     head: AnswerHead,
     framing: Framing,
@@ -361,18 +439,11 @@ def answer_head(
         held_ms: Left out when None.
         close: Say that this answer is the last one on the connection.
     """
-    parts = [b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason)]
-    if head.event_stream:
-        # nginx and others hold an event stream back unless they are told not to
-        parts += [_line(f) for f in head.fields if f[0].lower() != b"cache-control"]
-        parts.append(b"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n")
-    else:
-        parts += map(_line, head.fields)
     request_id = header_text(ids.request_id)
-    parts.append(
-        b"x-request-id: %b\r\nrequest-id: %b\r\nx-modelpool-member: %b\r\n"
-        % (request_id, request_id, header_text(member))
-    )
+    parts = [
+        b"%bx-request-id: %b\r\nrequest-id: %b\r\nx-modelpool-member: %b\r\n"
+        % (head.lines, request_id, request_id, header_text(member))
+    ]
     if held_ms is not None:
         parts.append(b"x-modelpool-held-ms: %d\r\n" % held_ms)
     for name, value in ids.extra_fields:
@@ -389,10 +460,12 @@ def answer_head(
 
 def stream_head(framing: Framing, *, ids: ExchangeIds, member: str, close: bool) -> bytes:
     """Build the head of an event stream that the router begins itself (`holdKeepalive`)."""
+    fields = ((b"Content-Type", b"text/event-stream; charset=utf-8"),)
     head = AnswerHead(
         status=200,
         reason=b"OK",
-        fields=((b"Content-Type", b"text/event-stream; charset=utf-8"),),
+        fields=fields,
+        lines=_lines(200, b"OK", fields, True),
         framing=framing,
         length=None,
         keep_alive=False,

@@ -29,6 +29,7 @@ Text = bytes | memoryview | mmap.mmap
 MAX_TOP_LEVEL_KEYS = 1024
 """Real bodies have some thirty; each costs a Python call, so a flood of them is refused early."""
 
+_SHORT = 16 * 1024  # so that the names of one text are few
 _PIECE = 256 * 1024  # fits a second-level cache
 _SPACE = rb"[ \t\r\n]*"
 
@@ -86,6 +87,9 @@ class _Key(enum.Enum):
 
     OTHER = os.urandom(16).hex()
 
+    # That of an enumeration is a Python function, called for every name of every body.
+    __hash__ = object.__hash__
+
     @classmethod
     def _missing_(cls, value: object) -> _Key:
         name = str(value)
@@ -126,6 +130,10 @@ def top_level(text: Text) -> Wanted:
         NotAnObject: valid, but no object.
     """
     _check_pieces(text)
+    if len(text) <= _SHORT:
+        short = _short_top_level(text)
+        if short is not None:
+            return short
     _seen.restart()
     try:
         found = _names.decode(text)
@@ -145,6 +153,30 @@ def top_level(text: Text) -> Wanted:
     finally:
         _seen.restart()
     return Wanted(model=found.get(_MODEL), stream=found.get(_STREAM))
+
+
+def _short_top_level(text: Text) -> Wanted | None:
+    """
+    Return what `top_level` would, if that can be told from lengths; None if not.
+
+    The length of an object without blanks around its values is that of its names and values, and
+    a byte or two for each. Any blank, any escape in a name and any second value of a name makes
+    the text longer than what the dictionary accounts for; so if it is just as long, there is none.
+    """
+    try:
+        found = _ordered.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None  # the long way says what is wrong
+    if len(found) > MAX_TOP_LEVEL_KEYS:
+        return None
+    accounted = 1 + 4 * len(found)  # {, and for each: two quotes, a colon, a comma or }
+    for name, value in found.items():
+        if not name.isascii():
+            return None
+        accounted += len(name) + memoryview(value).nbytes
+    if accounted != len(text):
+        return None
+    return Wanted(model=found.get("model"), stream=found.get("stream"))
 
 
 def value_span(text: Text, name: str) -> tuple[int, int]:
@@ -192,6 +224,7 @@ _CLASSES = bytes(
     for c in range(256)
 )
 _MANY_DIGITS = 200
+_SOME_DIGITS = b"0" * 8
 _CANDIDATES = (b"0e000", b"0e+000", b"0" * _MANY_DIGITS)
 _OVERLAP = 256
 _NUMBER_BYTES = b"0123456789.+-eE"
@@ -216,7 +249,9 @@ def _check_pieces(text: Text) -> None:
         if not suspicious:
             classes = (tail + piece if tail else piece).translate(_CLASSES)
             start = at - len(tail)
-            for needle in _CANDIDATES:
+            # nearly always there is neither an exponent nor a long run of digits
+            odd = b"0e" in classes or _SOME_DIGITS in classes
+            for needle in _CANDIDATES if odd else ():
                 found = classes.find(needle)
                 while found >= 0 and not suspicious:
                     looks += 1

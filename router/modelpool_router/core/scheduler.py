@@ -77,7 +77,7 @@ from .events import (
     UnloadFailed,
 )
 from .lending import Lending
-from .slot import FIRST_DEFER_S, UNLOAD_RETRY_S, Closing, Failure, Ghost, Hold, Swap
+from .slot import FIRST_DEFER_S, UNLOAD_RETRY_S, Closing, Failure, Ghost, Hold, Lease, Swap
 from .spec import Epoch, MemberName, PoolSpec, Ticket
 from .view import SlotState
 
@@ -114,6 +114,24 @@ class Scheduler(Lending):
             if not self._refuse_late(now, due_too=True):
                 self._calm = self._is_calm()
                 return out
+
+    def lends(self, member: MemberName) -> bool:
+        """Whether an `Arrived` for *member* would be granted, and would change nothing else."""
+        return self._calm and member == self._up and self._lent < self._parallel_of(member)
+
+    def lend(self, ticket: Ticket, member: MemberName, key: str | None, now: float) -> Epoch:
+        """Do what `Arrived` would lead to where it `lends`; return the epoch of the lease."""
+        self._leases[ticket] = Lease(Hold(ticket, member, now, now, key), self._epoch, now)
+        self._lent += 1
+        self._served += 1
+        self._promised_until = -math.inf
+        return self._epoch
+
+    def take_back(self, ticket: Ticket, now: float) -> bool:
+        """Do what `Finished` would lead to while nothing is going on; False if something is."""
+        if self._calm:
+            self._end_lease(ticket, now)
+        return self._calm
 
     def _handle_calmly(self, event: Event, now: float) -> bool:
         """Lend or take back without further thought; False if this event needs one."""

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ..core.commands import Grant, Refuse
 from ..core.events import Arrived, Departed, DispatchRefused, Finished
 from ..core.spec import Epoch, MemberName, Ticket
@@ -30,7 +32,7 @@ class HoldRefused(Exception):
         self.refusal = refusal
 
 
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """
     The right to use the resident for one request.
 
@@ -41,30 +43,15 @@ class Lease:
         broken: Why the lease was ended by the scheduler, or ''.
     """
 
-    __slots__ = (
-        "_pool",
-        "broken",
-        "endpoint",
-        "epoch",
-        "granted_at",
-        "member",
-        "moved_at",
-        "on_break",
-        "ticket",
-    )
-
-    def __init__(
-        self, pool: PoolRuntime, ticket: Ticket, member: MemberName, endpoint: Endpoint, now: float
-    ) -> None:
-        self._pool = pool
-        self.ticket = ticket
-        self.member = member
-        self.endpoint = endpoint
-        self.epoch = Epoch(0)
-        self.granted_at = now
-        self.moved_at = -math.inf
-        self.on_break: Callable[[str], None] | None = None
-        self.broken = ""
+    pool: PoolRuntime
+    ticket: Ticket
+    member: MemberName
+    endpoint: Endpoint
+    granted_at: float
+    epoch: Epoch = Epoch(0)
+    moved_at: float = -math.inf
+    on_break: Callable[[str], None] | None = None
+    broken: str = ""
 
     def end(self, reason: str) -> None:
         """End the exchange from the router's side, with an explicit error to the client."""
@@ -82,20 +69,17 @@ class Lease:
         Raises:
             HoldRefused: the deadline passed, or it was renewed before.
         """
-        await self._pool.requeue(self)
+        await self.pool.requeue(self)
 
 
-class Waiter:
+class Waiter(msgspec.Struct, eq=False):
     """One request as the pool knows it: waiting, granted or refused."""
 
-    __slots__ = ("ended", "future", "grant", "lease", "refusal")
-
-    def __init__(self) -> None:
-        self.ended = ""
-        self.grant: Grant | None = None
-        self.refusal: Refuse | None = None
-        self.future: asyncio.Future[None] | None = None
-        self.lease: Lease | None = None
+    ended: str = ""
+    grant: Grant | None = None
+    refusal: Refuse | None = None
+    future: asyncio.Future[None] | None = None
+    lease: Lease | None = None
 
     def wake(self) -> None:
         """Let the request see what was decided."""
@@ -111,17 +95,24 @@ class Waiter:
 
 
 class LeaseScope:
-    """``async with`` over one lease; made by `PoolRuntime.lease`."""
+    """
+    ``async with`` over one lease; made by `PoolRuntime.lease`.
+
+    Args:
+        waiter: With a lease that was granted already (`PoolRuntime.lend`).
+    """
 
     __slots__ = ("_arrival", "_pool", "_waiter")
 
-    def __init__(self, pool: PoolRuntime, arrival: Arrived) -> None:
+    def __init__(self, pool: PoolRuntime, arrival: Arrived, waiter: Waiter | None = None) -> None:
         self._pool = pool
         self._arrival = arrival
-        self._waiter = Waiter()
+        self._waiter = waiter if waiter is not None else Waiter()
 
     async def __aenter__(self) -> Lease:
         pool, waiter, arrival = self._pool, self._waiter, self._arrival
+        if waiter.lease is not None:
+            return waiter.lease
         pool.waiters[arrival.ticket] = waiter
         pool.tell(arrival)
         try:

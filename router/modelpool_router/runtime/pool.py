@@ -35,6 +35,7 @@ from ..core.events import (
     Arrived,
     Checked,
     Event,
+    Finished,
     HealthSeen,
     IdleAnswered,
     Idleness,
@@ -156,6 +157,37 @@ class PoolRuntime:
         """
         ticket = Ticket(next(self._tickets))
         return LeaseScope(self, Arrived(ticket, member, deadline, key))
+
+    def lends(self, member: MemberName) -> bool:
+        """Whether `lend` would succeed: the resident is free, and nothing is going on."""
+        return not self._handling and self._scheduler.lends(member)
+
+    def lend(self, member: MemberName, key: str | None) -> Lease:
+        """Lend the resident at once, where it `lends`; `take_back` or `scope_of` has to follow."""
+        now = self.loop.time()
+        if now > self._now:
+            self._now = now
+        ticket = Ticket(next(self._tickets))
+        epoch = self._scheduler.lend(ticket, member, key, self._now)
+        lease = Lease(self, ticket, member, self.endpoints[member], now, epoch)
+        self.waiters[ticket] = Waiter("", Grant(ticket, member, epoch), None, None, lease)
+        return lease
+
+    def take_back(self, lease: Lease) -> None:
+        """End what `lend` returned."""
+        del self.waiters[lease.ticket]
+        if lease.moved_at > self.moved_at:
+            self.moved_at = lease.moved_at
+        now = self.loop.time()
+        if now > self._now:
+            self._now = now
+        if self._handling or not self._scheduler.take_back(lease.ticket, self._now):
+            self.tell(Finished(lease.ticket))
+
+    def scope_of(self, lease: Lease) -> LeaseScope:
+        """Return the scope that ends what `lend` returned."""
+        waiter = self.waiters[lease.ticket]
+        return LeaseScope(self, Arrived(lease.ticket, lease.member, lease.granted_at), waiter)
 
     async def requeue(self, lease: Lease) -> None:
         """See `Lease.renew`."""

@@ -22,6 +22,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Final, TextIO
 
@@ -141,6 +142,70 @@ class LogWriter:
                 poller.poll(1000)
 
 
+class _Request(msgspec.Struct, gc=False):
+    """One finished request as it is queued; see `Logs.request_line`. Calling it renders it."""
+
+    at: float
+    request_id: str
+    pool: str | None
+    member: str | None
+    model: str | None
+    held_ms: float | None
+    outcome: str
+    status: int | None
+    code: str
+    sent_bytes: int
+    ttfb_ms: float | None
+    duration_ms: float
+    key_id: str | None
+    render: Render
+
+    def __call__(self) -> str:
+        line = _RequestLine(
+            timestamp=_stamp(self.at),
+            level="info",
+            event="request",
+            request_id=self.request_id,
+            pool=self.pool,
+            member=self.member,
+            model=self.model,
+            held_ms=_rounded(self.held_ms),
+            outcome=self.outcome,
+            status=self.status,
+            code=self.code or None,
+            bytes=self.sent_bytes,
+            ttfb_ms=_rounded(self.ttfb_ms),
+            duration_ms=_rounded(self.duration_ms),
+            key=self.key_id,
+        )
+        if self.render is _json:
+            try:
+                return msgspec.json.encode(line).decode()
+            except (TypeError, ValueError):  # lone surrogates
+                pass
+        return self.render(msgspec.to_builtins(line))
+
+
+class _RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
+    """The fields of a request's line, in order; those that are None are left out."""
+
+    timestamp: str
+    level: str
+    event: str
+    request_id: str
+    pool: str | None = None
+    member: str | None = None
+    model: str | None = None
+    held_ms: float | None = None
+    outcome: str | None = None
+    status: int | None = None
+    code: str | None = None
+    bytes: int | None = None
+    ttfb_ms: float | None = None
+    duration_ms: float | None = None
+    key: str | None = None
+
+
 class Logs:
     """The log of one router: what `configure_logs` set up, and the lines with a fixed shape."""
 
@@ -192,33 +257,24 @@ class Logs:
         *model* is a configured name or None, never what a client made up. *status* is None when
         the client left before an answer. None fields are left out of the line.
         """
-        if self._level > logging.INFO:
-            return
-        at = time.time()
-
-        def text() -> str:
-            fields = {
-                "timestamp": _stamp(at),
-                "level": "info",
-                "event": "request",
-                "request_id": request_id,
-                "pool": pool,
-                "member": member,
-                "model": model,
-                "held_ms": _rounded(held_ms),
-                "outcome": outcome,
-                "status": status,
-                "code": code or None,
-                "bytes": sent_bytes,
-                "ttfb_ms": _rounded(ttfb_ms),
-                "duration_ms": _rounded(duration_ms),
-                "key": key_id,
-            }
-            return self._render(
-                {name: value for name, value in fields.items() if value is not None}
+        if self._level <= logging.INFO:
+            line = _Request(
+                time.time(),
+                request_id,
+                pool,
+                member,
+                model,
+                held_ms,
+                outcome,
+                status,
+                code,
+                sent_bytes,
+                ttfb_ms,
+                duration_ms,
+                key_id,
+                self._render,
             )
-
-        self._writer.put(text, soon=False)
+            self._writer.put(line, soon=False)
 
     def note(self, pool: str, note: Note) -> None:
         """Log what a scheduler tells; a completed swap is one line with its phases."""
@@ -380,7 +436,13 @@ def _add_timestamp(_logger: object, _name: str, fields: Fields) -> Fields:
 
 
 def _stamp(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+    seconds = int(at)
+    return f"{_second(seconds)}.{int((at - seconds) * 1000):03d}Z"
+
+
+@lru_cache(maxsize=4)
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _rounded(value: float | None) -> float | None:

@@ -78,6 +78,38 @@ class Accountant:
         self._logs = logs
         self._clock = clock
 
+    def close_short(
+        self,
+        request_id: str,
+        route: Route,
+        model: str,
+        key_id: str | None,
+        outcome: str,
+        code: str,
+        status: int | None,
+        sent_bytes: int,
+        arrived_at: float,
+        first_byte_at: float,
+    ) -> None:
+        """Count and log a request that was not held; *first_byte_at* is 0.0 if none came."""
+        pool = route.pool or ""
+        ttfb_s = first_byte_at - arrived_at if first_byte_at else None
+        self._metrics.request_done(pool, route.member, outcome, code or status or "", 0.0, ttfb_s)
+        self._logs.request_line(
+            request_id=request_id,
+            pool=pool,
+            member=route.member,
+            model=model,
+            held_ms=0.0,
+            outcome=outcome,
+            status=status,
+            code=code,
+            sent_bytes=sent_bytes,
+            ttfb_ms=None if ttfb_s is None else ttfb_s * 1000,
+            duration_ms=(self._clock() - arrived_at) * 1000,
+            key_id=key_id,
+        )
+
     def close(self, record: RequestRecord) -> None:
         """Count and log *record*; called once for each request that was accepted or refused."""
         now = self._clock()

@@ -12,10 +12,57 @@ from typing import Final
 
 import httptools
 
-from ..core.headers import MAX_HEAD_BYTES, AnswerHead, BadHead, Framing, parse_answer_head
+from ..core.headers import (
+    MAX_HEAD_BYTES,
+    AnswerHead,
+    BadHead,
+    Framing,
+    Stencil,
+    parse_answer_head,
+)
 
 MAX_INTERIM_ANSWERS: Final = 16
 """100, 102 and 103 answers ignored before the real one; more is a fault."""
+
+
+class KnownHead:
+    """What an upstream's answers on one connection begin with, Content-Length apart."""
+
+    __slots__ = ("_head", "_stencil", "end")
+
+    def __init__(self) -> None:
+        self._stencil: Stencil | None = None
+        self._head: AnswerHead | None = None
+        self.end = 0
+
+    def fits(self, data: bytes) -> bool:
+        """Say whether *data* begins with such a head, up to `end`."""
+        stencil = self._stencil
+        if stencil is None or not stencil.fits(data):
+            return False
+        self.end = stencil.end
+        return True
+
+    def read(self) -> AnswerHead:
+        """Return the head that fitted."""
+        head, stencil = self._head, self._stencil
+        assert head is not None and stencil is not None
+        return AnswerHead(
+            head.status,
+            head.reason,
+            head.fields,
+            head.lines,
+            head.framing,
+            stencil.length,
+            head.keep_alive,
+            head.event_stream,
+            head.encoded,
+        )
+
+    def learn(self, raw: bytes, head: AnswerHead) -> None:
+        """Remember a head whose body has a length, for an answer to a request with a body."""
+        assert head.length is not None
+        self._stencil, self._head = Stencil.of(raw, head.length), head
 
 
 class AnswerReader:
@@ -30,12 +77,13 @@ class AnswerReader:
         ended: The answer is complete.
     """
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, known: KnownHead | None = None) -> None:
         self.head: AnswerHead | None = None
         self.pieces: Sequence[bytes] = ()
         self.framed: bytes | None = None
         self.ended = False
         self._method = method
+        self._known = known
         self._buffer = b""
         self._interim = 0
         self._left = 0
@@ -97,6 +145,12 @@ class AnswerReader:
 
     def _feed_head(self, data: bytes) -> bytes | None:
         """Return what follows the final answer's head, or None while that is incomplete."""
+        known = self._known
+        if known is not None and not self._buffer and known.fits(data):
+            head = self.head = known.read()
+            assert head.length is not None
+            self._left = head.length
+            return data[known.end :]
         # the last three bytes of what was there before may begin the blank line
         search_from = max(0, len(self._buffer) - 3)
         data = self._buffer + data if self._buffer else data
@@ -120,6 +174,8 @@ class AnswerReader:
             self._parser = httptools.HttpResponseParser(self)
             self._parser.feed_data(raw)
         self.head = head
+        if known is not None and head.framing is Framing.LENGTH:
+            known.learn(raw, head)
         self._left = head.length or 0
         self._buffer = b""
         return data

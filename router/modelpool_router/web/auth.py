@@ -106,6 +106,11 @@ class Keys:
         self._ring = ring if ring is not None and len(ring) else None
 
     @property
+    def ring(self) -> KeyRing | None:
+        """Which keys are in force; another object after each `reload`."""
+        return self._ring
+
+    @property
     def required(self) -> bool:
         """False when everybody may call."""
         return self._ring is not None

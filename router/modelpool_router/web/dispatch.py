@@ -24,13 +24,14 @@ from ..runtime.leases import HoldRefused, Lease
 from ..runtime.pools import Pools
 from .account import RequestRecord
 from .auth import Caller
+from .begun import Begun
 from .errors import STATUS, ApiError
 from .exchange import Forwarded, ForwardLimits
 from .faults import ConnectRefused, ExchangeBroken, ExchangeError, MemberLoading
 from .forward import forward
 from .held import HeldStream
 from .intake import Body
-from .request import Request
+from .request import Request, extra_fields
 from .surface import Surface
 from .upstream import UpstreamClient
 
@@ -70,10 +71,7 @@ class Job:
     @property
     def ids(self) -> ExchangeIds:
         """What the answer carries of ours."""
-        cors = self.request.cors_headers
-        return ExchangeIds(
-            self.request.request_id, tuple((n.encode(), v.encode()) for n, v in cors.items())
-        )
+        return ExchangeIds(self.request.request_id, extra_fields(self.request.cors_headers))
 
 
 class Standing:
@@ -108,9 +106,12 @@ class Dispatcher:
             if standing.on_break is not None:
                 standing.on_break(reason)
 
-    async def serve(self, job: Job) -> web.StreamResponse:
+    async def serve(self, job: Job, begun: Begun | None = None) -> web.StreamResponse:
         """
         Answer the request of *job* from the member or upstream of its route.
+
+        Args:
+            begun: How far the short way got with it.
 
         Raises:
             ApiError: refused, or failed before a byte of an answer.
@@ -121,7 +122,7 @@ class Dispatcher:
             return await self._from_upstream(job)
         held = self._held_stream(job)
         try:
-            result = await self._from_member(job, job.route.pool, held)
+            result = await self._from_member(job, job.route.pool, held, begun)
         except ApiError as error:
             if held is None or not held.started:
                 raise
@@ -156,27 +157,33 @@ class Dispatcher:
         )
 
     async def _from_member(
-        self, job: Job, pool_name: PoolName, held: HeldStream | None
+        self, job: Job, pool_name: PoolName, held: HeldStream | None, begun: Begun | None
     ) -> Forwarded:
         target = job.surface.pools[pool_name]
         pool, record = self._pools.get(pool_name), job.record
         if pool is None:
             raise ApiError.of("model_not_found", "The model was removed meanwhile.", "model")
-        record.held_from = self._loop.time()
+        record.held_from = self._loop.time() if begun is None else begun.arrived_at
         deadline = hold_deadline(
             record.held_from,
             target.swap_budget_s,
             job.request.headers,
             ignore_patience=held is not None,
         ).deadline
-        scope = pool.lease(job.route.member, deadline=deadline, key=job.caller.key_id)
+        if begun is None:
+            scope = pool.lease(job.route.member, deadline=deadline, key=job.caller.key_id)
+        else:
+            scope = begun.scope
         renewed = False
         try:
             async with scope as lease:
                 while True:
-                    record.held_until = record.granted_at = self._loop.time()
+                    record.held_until = record.granted_at = (
+                        self._loop.time() if begun is None else begun.arrived_at
+                    )
+                    first, begun = begun, None
                     try:
-                        return await self._to_member(job, target.limits, lease, held)
+                        return await self._to_member(job, target.limits, lease, held, first)
                     except ConnectRefused:
                         if renewed:
                             raise
@@ -194,7 +201,12 @@ class Dispatcher:
             raise failure(error) from error
 
     async def _to_member(
-        self, job: Job, limits: ForwardLimits, lease: Lease, held: HeldStream | None
+        self,
+        job: Job,
+        limits: ForwardLimits,
+        lease: Lease,
+        held: HeldStream | None,
+        begun: Begun | None,
     ) -> Forwarded:
         if lease.broken:
             raise ExchangeBroken(lease.broken)
@@ -216,6 +228,7 @@ class Dispatcher:
             keepalive_stream=held,
             close=job.request.must_close,
             on_cancelled=record.forwarded,
+            begun=begun,
         )
 
     async def _from_upstream(self, job: Job) -> web.StreamResponse:

@@ -158,6 +158,13 @@ class Exchange:
             await self._send(connection, head, body)
         return await done
 
+    async def go_on(self, connection: UpstreamConnection, body: OutgoingBody) -> Forwarded:
+        """Relay the answer to a request that somebody else sent; raises as `run` does."""
+        self._connection, self._body = connection, body
+        self._done = self._loop.create_future()
+        connection.pass_to(self)
+        return await self._done
+
     def close(self) -> None:
         """Let go of both sides, whatever happened; an unfinished answer is not waited for."""
         if self._connection is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from ..core.headers import ExchangeIds, Field, authority, request_head
 from ..drivers.base import Endpoint
+from .begun import Begun
 from .exchange import Exchange, Forwarded, ForwardLimits, LeaseLike, OutgoingBody
 from .faults import ConnectRefused, ExchangeError, Family, MemberLoading, UpstreamReset
 from .held import HeldStream
@@ -41,6 +42,7 @@ async def forward(
     may_be_loading: bool = True,
     close: bool = False,
     on_cancelled: Callable[[Forwarded], None] | None = None,
+    begun: Begun | None = None,
 ) -> Forwarded:
     """
     Dispatch *request* to *endpoint* and relay the answer.
@@ -56,6 +58,7 @@ async def forward(
         may_be_loading: Whether a 503 "Loading model" means "hold it again" (members) or is an
             answer like any other (static upstreams).
         close: Tell the client that this is the last answer on its connection (draining).
+        begun: An attempt that was made already, with what became of it.
         on_cancelled: Told what the client had seen when the caller is cancelled.
 
     Returns:
@@ -104,7 +107,7 @@ async def forward(
     lease.on_break = exchange.break_off
     client.sweep.add(exchange)
     try:
-        result = await _run(exchange, client, endpoint, head, body)
+        result = await _run(exchange, client, endpoint, head, body, begun)
     except (ConnectRefused, MemberLoading):
         if held is not None:
             held.resume()
@@ -133,16 +136,21 @@ async def _run(
     endpoint: Endpoint,
     head: bytes,
     body: OutgoingBody,
+    begun: Begun | None,
 ) -> Forwarded:
-    connection = client.take(endpoint)
+    connection = client.take(endpoint) if begun is None else begun.connection
     sent: UpstreamReset | None = None
     if connection is not None:
         try:
-            return await exchange.run(connection, head, body)
+            if begun is None:
+                return await exchange.run(connection, head, body)
+            if begun.error is None:
+                return await exchange.go_on(connection, body)
+            raise begun.error
         except UpstreamReset as error:
             # A connection that had rested may have been closed at the very moment of use. Only
             # then is it certain enough that nobody works on the request: send it once more.
-            if connection.answered:
+            if connection.answered if begun is None else begun.answered:
                 raise
             sent = error
     try:

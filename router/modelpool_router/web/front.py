@@ -24,14 +24,15 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http import HttpVersion11
 from aiohttp.streams import StreamReader
 
-from ..core.headers import Field
+from ..core.headers import Field, Stencil
 from ..core.paths import is_exact
 from ..core.target import is_valid_host
-from .request import PlainFields
+from .request import PlainFields, extra_fields, wished_id
 from .sink import PipedResponse
 
 if TYPE_CHECKING:
     from .server import FrontServer
+    from .short import Facts, ShortExchange
 
 MAX_BACKLOG: Final = 64 * 1024
 """Bytes of pipelined requests kept unread behind the one that is being answered."""
@@ -64,9 +65,9 @@ _lines: dict[bytes, _Line] = {}
 
 
 class PlainHead:
-    """A head that was found to be plain; *end* is where its body begins."""
+    """A head that was found to be plain."""
 
-    __slots__ = ("end", "fields", "length", "method", "path", "raw")
+    __slots__ = ("end", "facts", "fields", "length", "method", "path", "raw", "stencil")
 
     def __init__(
         self, method: str, path: str, fields: PlainFields, raw: list[Field], end: int, length: int
@@ -76,7 +77,20 @@ class PlainHead:
         self.fields = fields
         self.raw = raw
         self.end = end
+        """Where its body begins."""
         self.length = length
+        """Of the body."""
+        self.stencil: Stencil | None = None
+        self.facts: Facts | None = None
+        """What the short way knows of it."""
+
+    def recurs(self, data: bytes) -> bool:
+        """Say whether *data* begins with the same head; then *end* and *length* are of this one."""
+        stencil = self.stencil
+        if stencil is None or not stencil.fits(data):
+            return False
+        self.length, self.end = stencil.length, stencil.end
+        return True
 
 
 def read_head(data: bytes) -> PlainHead | None:
@@ -225,6 +239,7 @@ class OwnConnection(BaseProtocol):
     __slots__ = (
         "_backlog",
         "_deaf",
+        "_head",
         "_missing",
         "_running",
         "_server",
@@ -237,10 +252,11 @@ class OwnConnection(BaseProtocol):
         super().__init__(loop)
         self._upgraded = True  # for the base: there is no parser that has to be paused
         self._server = server
-        self._running: _Steps | _Task | None = None
+        self._running: _Steps | _Task | ShortExchange | None = None
         self._stream: StreamReader | None = None
         self._missing = 0  # bytes of the body that is being received
         self._backlog = b""
+        self._head: PlainHead | None = None
         self._deaf = False
         self._since = 0.0
         self._idle_limit = server.options.silent_s
@@ -344,29 +360,61 @@ class OwnConnection(BaseProtocol):
 
     def _begin(self, data: bytes) -> None:
         """Answer the request at the beginning of *data*, or leave the connection to aiohttp."""
-        head = read_head(data)
-        if head is None:
-            self._hand_over(data)
-            return
+        head = self._head
+        if head is None or not head.recurs(data):
+            head = read_head(data)
+            if head is None:
+                self._hand_over(data)
+                return
+            if head.method == "POST":
+                head.stencil = Stencil.of(data[: head.end], head.length)
+                self._head = head
         whole = head.end + head.length
         if len(data) >= whole:
             self._backlog = data[whole:]
-            request = self._request(head, WholeBody(data[head.end : whole]))
-            self._running = steps = _Steps(self, request, self._loop)
-            steps.run(self._server.answer(request))
+            body = data[head.end : whole]
+            short = self._server.short
+            if short is not None and head.method == "POST" and not self._paused:
+                self._running = short.begin(self, head, body)
+                if self._running is not None:
+                    return
+            request = self.request_for(head, body, self.request_id_of(head))
+            self.go_on(request, self._server.answer(request))
             return
         self._backlog = b""
         self._stream = stream = StreamReader(self, _BODY_LIMIT, loop=self._loop)
         self._missing = head.length
-        request = self._request(head, stream)
+        request = self._request(head, stream, self.request_id_of(head))
         self._running = _Task(self, request, self._server.answer(request), self._loop)
         self._receive(data[head.end :])
 
-    def _request(self, head: PlainHead, content: WholeBody | StreamReader) -> PlainRequest:
-        request_id = self._server.request_id(head.fields.get("x-request-id"))
-        return PlainRequest(
-            self, head, content, request_id, self._server.options.cors.headers(head.fields)
-        )
+    def request_id_of(self, head: PlainHead) -> str:
+        """Return the id that a request with this head asks for, or a new one."""
+        return wished_id(dict.get(head.fields, "x-request-id")) or self.next_id()
+
+    def next_id(self) -> str:
+        """Return an id for a request that does not bring one."""
+        return next(self._server.ids)
+
+    def extra_fields(self, head: PlainHead) -> tuple[Field, ...]:
+        """Return what else belongs into every answer to a request with this head."""
+        cors = self._server.options.cors
+        return extra_fields(cors.headers(head.fields)) if cors.origins else ()
+
+    def request_for(self, head: PlainHead, body: bytes, request_id: str) -> PlainRequest:
+        """Return the request with this head and this body as handlers see it."""
+        return self._request(head, WholeBody(body), request_id)
+
+    def _request(
+        self, head: PlainHead, content: WholeBody | StreamReader, request_id: str
+    ) -> PlainRequest:
+        cors = self._server.options.cors.headers(head.fields)
+        return PlainRequest(self, head, content, request_id, cors)
+
+    def go_on(self, request: PlainRequest, work: Coroutine[Any, Any, web.StreamResponse]) -> None:
+        """Run *work* and send what it returns."""
+        self._running = steps = _Steps(self, request, self._loop)
+        steps.run(work)
 
     def _hand_over(self, data: bytes) -> None:
         """Let aiohttp go on with this connection, beginning with *data*."""
@@ -399,6 +447,11 @@ class OwnConnection(BaseProtocol):
             transport.write(self._server.written(request, response, close=not stays))
         if transport.is_closing():
             return
+        self.settled(stays=stays, unread=unread)
+
+    def settled(self, *, stays: bool, unread: bool = False) -> None:
+        """Go on with the next request, or end the connection: an answer was sent."""
+        self._running = None
         if not stays:
             self._end(linger=unread or self._deaf)
             return

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
@@ -24,6 +25,7 @@ from ..core.spec import HoldLedger
 from ..runtime.pools import Pools
 from .account import Accountant, RequestRecord
 from .auth import Caller, Keys
+from .begun import Begun
 from .dispatch import Dispatcher, DispatchFailed, Job
 from .errors import ApiError, family_of, render
 from .intake import Body, read_body
@@ -94,10 +96,55 @@ class DataPort:
             if rule.kind in (Kind.MODELS, Kind.MODEL):
                 return self._models(request, rule)
         record = RequestRecord(request, self._loop.time())
+        return await self._accounted(request, record, self._infer(request, record, rule))
+
+    async def go_on(
+        self,
+        request: Request,
+        rule: PathRule,
+        caller: Caller,
+        route: Route,
+        body: Body,
+        begun: Begun,
+        *,
+        name: str,
+        stream: bool,
+    ) -> web.StreamResponse:
+        """Answer a request that the short way began (`short.General`)."""
+        record = RequestRecord(request, begun.arrived_at)
+        record.key_id, record.model = caller.key_id, name
+        job = Job(
+            request,
+            record,
+            self.surface,
+            route,
+            caller,
+            body,
+            path_qs=rule.upstream,
+            dialect=rule.dialect,
+            stream=stream,
+            name=name,
+        )
+        with body:
+            return await self._accounted(request, record, self._dispatcher.serve(job, begun))
+
+    def ended(self) -> None:
+        """One request less is under way."""
+        self.active -= 1
+        if not self.active:
+            self._idle.set()
+
+    async def _accounted(
+        self,
+        request: Request,
+        record: RequestRecord,
+        work: Coroutine[Any, Any, web.StreamResponse],
+    ) -> web.StreamResponse:
+        """Do the *work*, answer its errors, and account for the request exactly once."""
         self.active += 1
         self._idle.clear()
         try:
-            return await self._infer(request, record, rule)
+            return await work
         except DispatchFailed as error:
             record.failed(error)
             return self._refuse(request, error)
@@ -111,9 +158,7 @@ class DataPort:
             record.refused(ApiError.of("internal_error", ""))
             raise
         finally:
-            self.active -= 1
-            if not self.active:
-                self._idle.set()
+            self.ended()
             self._accountant.close(record)
 
     def _refuse(self, request: Request, error: ApiError) -> web.StreamResponse:

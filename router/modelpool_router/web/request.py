@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, overload
 
@@ -41,6 +42,21 @@ class PlainFields(dict[str, str]):
 
 Fields = CIMultiDictProxy[str] | PlainFields
 """Header fields by name, in any case."""
+
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def wished_id(value: str | None) -> str:
+    """Return the id that a client wants for its request if it is short and plain, else ''."""
+    return value if value and _REQUEST_ID.fullmatch(value) else ""
+
+
+def extra_fields(cors_headers: Mapping[str, str]) -> tuple[Field, ...]:
+    """Return *cors_headers* as lines of an answer that is written past the front."""
+    if not cors_headers:
+        return ()
+    return tuple((name.encode(), value.encode()) for name, value in cors_headers.items())
 
 
 class ClientSide(Protocol):

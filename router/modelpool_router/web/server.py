@@ -17,12 +17,11 @@ import enum
 import itertools
 import logging
 import os
-import re
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import yarl
 from aiohttp import web, web_protocol
@@ -37,7 +36,10 @@ from . import head
 from .cors import Cors
 from .errors import ApiError, envelope, family_of, render, response_headers
 from .front import OwnConnection, PlainRequest
-from .request import Request
+from .request import Request, wished_id
+
+if TYPE_CHECKING:
+    from .short import ShortWay
 
 log = logging.getLogger("modelpool.web")
 
@@ -52,7 +54,6 @@ _DISTRUST = frozenset(
     {"invalid_framing", "invalid_host", "http_version_not_supported", "expectation_failed"}
 )
 """After these the two ends may disagree on where the next request begins."""
-_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +142,13 @@ class FrontServer(web.Server):
         )
         self.options = options
         self.draining = False
+        self.short: ShortWay | None = None
+        """Tried first for plain requests; whoever knows what is behind the handler sets it."""
         self.own: set[OwnConnection] = set()
         """Connections that are still plain; the rest are aiohttp's."""
         self._front_handler = handler
         prefix = os.urandom(6).hex()
-        self._ids = (f"req_{prefix}{n:08x}" for n in itertools.count(1))
+        self.ids = (f"req_{prefix}{n:08x}" for n in itertools.count(1))
         self._deadlines: dict[FrontConnection | OwnConnection, float] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         shortest = min(options.silent_s, options.head_s, options.linger_s)
@@ -211,17 +214,13 @@ class FrontServer(web.Server):
         if self._deadlines:
             self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
 
-    def request_id(self, wished: str | None) -> str:
-        """Return the client's own id if it is short and plain, else one of ours."""
-        return wished if wished and _REQUEST_ID.fullmatch(wished) else next(self._ids)
-
     def turn_away(self, transport: asyncio.Transport) -> None:
         """Refuse a connection that is one too many."""
         error = ApiError.of(
             "queue_full", "The router has as many connections as it may.", retry_after_s=5.0
         )
         self.options.on_refused(error.code)
-        transport.write(_raw_answer(error, next(self._ids)))
+        transport.write(_raw_answer(error, next(self.ids)))
         transport.close()
 
     async def answer(self, request: PlainRequest) -> web.StreamResponse:
@@ -269,7 +268,7 @@ class FrontServer(web.Server):
         if message is web_protocol.ERROR:
             message = _UNREADABLE
         request = FrontRequest(message, payload, protocol, writer, task, self._loop)
-        request.request_id = self.request_id(message.headers.get("x-request-id"))
+        request.request_id = wished_id(message.headers.get("x-request-id")) or next(self.ids)
         request.cors_headers = self.options.cors.headers(message.headers)
         request.is_last = head.offers_upgrade(request)
         return request

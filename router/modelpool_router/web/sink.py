@@ -180,7 +180,7 @@ class ClientSink:
                 self._protocol._drain_waiter = None
             self._waiter = None
         if self._transport is not None and self._buffered():
-            sweep.add(_Remainder(self._transport, sweep, write_stall_s, self._loop.time()))
+            watch_rest(self._transport, sweep, write_stall_s, self._loop.time())
 
     def _buffered(self) -> int:
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
@@ -200,6 +200,13 @@ class ClientSink:
         callback, self._on_writable = self._on_writable, None
         if callback is not None:
             callback()
+
+
+def watch_rest(
+    transport: asyncio.Transport, sweep: Sweep, write_stall_s: float, now: float
+) -> None:
+    """Cut a client off that does not take the end of its answer."""
+    sweep.add(_Remainder(transport, sweep, write_stall_s, now))
 
 
 class _Remainder:

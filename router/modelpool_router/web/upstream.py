@@ -25,7 +25,7 @@ from typing import Final, Protocol, cast
 
 from ..core.headers import AnswerHead, BadHead, Framing
 from ..drivers.base import Endpoint
-from .answer import AnswerReader
+from .answer import AnswerReader, KnownHead
 from .faults import ConnectRefused, ExchangeError, UpstreamProtocolError, UpstreamReset
 from .sweep import Sweep
 
@@ -81,6 +81,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.request_sent = False
         """Set by the sender when the whole request was handed over."""
         self._client = client
+        self._known = KnownHead()
         self._receiver: Receiver | None = None
         self._reader: AnswerReader | None = None
         self._transport: asyncio.Transport | None = None
@@ -95,12 +96,22 @@ class UpstreamConnection(asyncio.Protocol):
         """Start an exchange: what arrives from now on is the answer to it."""
         self._receiver = receiver
         self.answered = self.request_sent = False
-        self._reader = AnswerReader(method)
+        # (what a head means depends on the method)
+        self._reader = AnswerReader(method, self._known if method == "POST" else None)
 
     def write(self, data: bytes | memoryview) -> None:
         """Send a part of the request; a lost connection is reported to the receiver alone."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+
+    @property
+    def answer_is_whole(self) -> bool:
+        """Whether the answer, whose head the receiver is just being shown, is all here."""
+        return self._reader is not None and self._reader.ended
+
+    def pass_to(self, receiver: Receiver) -> None:
+        """Let another receiver go on with the exchange; it is shown the head again."""
+        self._receiver = receiver
 
     @property
     def write_paused(self) -> bool:
@@ -200,7 +211,12 @@ class UpstreamConnection(asyncio.Protocol):
         if with_head:
             receiver.on_head(reader.head)
             if self._receiver is not receiver:
-                return  # it gave up on seeing the head
+                if self._receiver is None:
+                    return  # it gave up on seeing the head
+                receiver = self._receiver
+                receiver.on_head(reader.head)
+                if self._receiver is not receiver:
+                    return
         if reader.ended:
             self._receiver = self._reader = None
             reader.close()

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from modelpool_router.core import jsontext
 from modelpool_router.core.body import (
     BadBody,
     BodyFacts,
@@ -327,3 +328,43 @@ def test_forms_without_a_usable_boundary_are_refused(kind: str) -> None:
     """The boundary is the frame."""
     with pytest.raises(BadBody, match="boundar"):
         inspect_multipart(kind, form(field("model", b"a")))
+
+
+_pairs = st.lists(
+    st.tuples(
+        st.sampled_from(['"model"', '"stream"', '"a"', '"b"', '"\\u0061"', '"é"', '""', '"a b"']),
+        st.sampled_from(
+            ['"m"', "true", "null", "1", "[1, 2]", '{"model":"x"}', '"\\u0062"', "1e9"]
+        ),
+    ),
+    max_size=5,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(
+    _pairs,
+    st.sampled_from([(",", ":"), (", ", ": "), (",", " :"), (" ,", ":")]),
+    st.sampled_from(["", " ", "\n"]),
+)
+def test_the_short_way_to_the_top_level_finds_what_the_long_one_does(
+    pairs: list[tuple[str, str]], separators: tuple[str, str], around: str
+) -> None:
+    comma, colon = separators
+    inner = comma.join(f"{name}{colon}{value}" for name, value in pairs)
+    text = f"{around}{{{inner}}}{around}".encode()
+
+    short = jsontext._short_top_level(text)
+
+    if short is not None:
+        found = jsontext.top_level(text)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jsontext, "_SHORT", -1)
+            assert jsontext.top_level(text) == found == short
+        names = [json.loads(name) for name, _ in pairs]
+        assert len(set(names)) == len(names)
+
+
+def test_an_ordinary_body_takes_the_short_way() -> None:
+    for body in (b'{"model":"m","stream":true,"messages":[]}', b'{"model":"\xc3\xa9"}'):
+        assert jsontext._short_top_level(body) is not None

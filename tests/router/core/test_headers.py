@@ -15,6 +15,7 @@ from modelpool_router.core.headers import (
     ExchangeIds,
     Field,
     Framing,
+    Stencil,
     answer_head,
     authority,
     header_text,
@@ -341,3 +342,40 @@ def test_given_any_bytes_when_read_as_a_head_then_it_is_a_head_or_refused(noise:
     for name, value in head.fields:
         assert re.fullmatch(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+", name)
         assert re.fullmatch(rb"[\t\x20-\x7e\x80-\xff]*", value)
+
+
+@pytest.mark.parametrize("name", [b"Content-Length", b"content-length", b"CONTENT-LENGTH"])
+def test_a_stencil_fits_the_same_head_with_any_length(name: bytes) -> None:
+    raw = b"HTTP/1.1 200 OK\r\nA: 17\r\n%b: %d\r\nB: c\r\n\r\n"
+    stencil = Stencil.of(raw % (name, 17), 17)
+    assert stencil is not None
+
+    for length in (0, 7, 17, 170, 123_456_789_012_345):
+        data = raw % (name, length) + b"the body"
+        assert stencil.fits(data)
+        assert (stencil.length, data[stencil.end :]) == (length, b"the body")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\nA: 17\r\nContent-Length: ",
+        b"HTTP/1.1 200 OK\r\nA: 17\r\nContent-Length: 5",
+        b"HTTP/1.1 200 OK\r\nA: 17\r\nContent-Length: 5\r\nB: c\r\n",
+        b"HTTP/1.1 200 OK\r\nA: 17\r\nContent-Length: 5\r\nB: d\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nA: 18\r\nContent-Length: 5\r\nB: c\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nA: 17\r\nContent-Length: \r\nB: c\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nA: 17\r\nContent-Length: 5 \r\nB: c\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nA: 17\r\nContent-Length: +5\r\nB: c\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nA: 17\r\nContent-Length: 5_0\r\nB: c\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nA: 17\r\nContent-Length: \xb2\r\nB: c\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nA: 17\r\nContent-Length: 5\r\nX: y\r\nB: c\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nA: 17\r\nContent-Length: 12345678901234567\r\nB: c\r\n\r\n",
+    ],
+)
+def test_a_stencil_fits_no_other_head(data: bytes) -> None:
+    stencil = Stencil.of(b"HTTP/1.1 200 OK\r\nA: 17\r\nContent-Length: 17\r\nB: c\r\n\r\n", 17)
+    assert stencil is not None
+
+    assert not stencil.fits(data)

@@ -1,0 +1,387 @@
+"""
+The short way: an ordinary request for a resident that is free, over a connection that rests.
+
+It is taken as far as everything is as usual: a plain head, a JSON body that came with it, a lease
+that can be had at once, a kept connection to the member, and an answer in one piece with a length.
+Nothing is decided here that is not decided the same way by `handlers`, `dispatch` and `exchange`.
+Before anything was done, `ShortWay.begin` returns None and the general way begins; after that,
+whatever is not as usual (another kind of answer, a failure, a deadline, a lease that is ended) lets
+the general way go on from the point that was reached.
+
+No coroutine, no future, no timer; the request line of every head is understood once a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from ..core.body import BadBody, inspect_json
+from ..core.catalog import Route, UnknownModel
+from ..core.headers import (
+    AnswerHead,
+    ExchangeIds,
+    Framing,
+    allowed_lines,
+    answer_head,
+    assembled_head,
+    authority,
+    request_line,
+)
+from ..core.paths import Kind, PathRule, find_path
+from ..core.spec import HoldLedger
+from ..runtime.leases import Lease
+from ..runtime.pool import PoolRuntime
+from ..runtime.pools import Pools
+from .account import Accountant
+from .auth import Caller, Keys
+from .begun import Begun
+from .errors import ApiError
+from .exchange import ForwardLimits
+from .faults import ExchangeBroken, ExchangeError, UpstreamTimeout
+from .front import OwnConnection, PlainHead, PlainRequest
+from .intake import Body
+from .request import wished_id
+from .sink import watch_rest
+from .surface import Surface
+from .upstream import UpstreamClient, UpstreamConnection
+
+
+class General(Protocol):
+    """The general way, as `handlers.DataPort` knows it."""
+
+    surface: Surface
+    active: int
+
+    def ended(self) -> None:
+        """One request less is under way."""
+        ...
+
+    def go_on(
+        self,
+        request: PlainRequest,
+        rule: PathRule,
+        caller: Caller,
+        route: Route,
+        body: Body,
+        begun: Begun,
+        *,
+        name: str,
+        stream: bool,
+    ) -> Coroutine[Any, Any, web.StreamResponse]:
+        """Answer a request that was begun already."""
+        ...
+
+
+class Facts:
+    """What a head means under a certain configuration, and under certain keys."""
+
+    __slots__ = (
+        "caller", "limits", "lines", "name", "pool", "request_id", "ring", "route", "rule",
+        "surface", "usable",
+    )  # fmt: skip
+
+    def __init__(self, surface: Surface, ring: object) -> None:
+        self.surface = surface
+        self.ring = ring
+        self.usable = False
+        self.rule: PathRule | None = None
+        self.caller: Caller | None = None
+        self.lines = b""
+        self.request_id = ""
+        # of the model that was asked for last
+        self.name: str | None = None
+        self.route: Route | None = None
+        self.pool: PoolRuntime | None = None
+        self.limits: ForwardLimits | None = None
+
+
+class ShortWay:
+    """Begins requests that are as usual, and watches over them. One per router."""
+
+    def __init__(
+        self,
+        general: General,
+        *,
+        pools: Pools,
+        client: UpstreamClient,
+        keys: Keys,
+        ledger: HoldLedger,
+        accountant: Accountant,
+    ) -> None:
+        self.general = general
+        self.client = client
+        self.ledger = ledger
+        self.accountant = accountant
+        self.loop = asyncio.get_running_loop()
+        self.running: set[ShortExchange] = set()
+        self._pools = pools
+        self._keys = keys
+        self._is_watching = False
+
+    def begin(
+        self, connection: OwnConnection, head: PlainHead, body: bytes
+    ) -> ShortExchange | None:
+        """Send the request to its member; None when anything is unusual, and nothing was done."""
+        surface = self.general.surface
+        facts = head.facts
+        if facts is None or facts.surface is not surface or facts.ring is not self._keys.ring:
+            facts = head.facts = self._understand(head, surface)
+        if not facts.usable:
+            return None
+        try:
+            wanted = inspect_json(body)
+        except BadBody:
+            return None
+        if wanted.model != facts.name and not self._find(facts, wanted.model):
+            return None
+        pool, route, rule, caller = facts.pool, facts.route, facts.rule, facts.caller
+        assert pool is not None and route is not None and rule is not None and caller is not None
+        if (wanted.stream and surface.keepalive is not None) or not pool.lends(route.member):
+            return None
+        if not self.ledger.reserve_bytes(len(body)):
+            return None
+        endpoint = pool.endpoints[route.member]
+        upstream = self.client.take(endpoint)
+        if upstream is None:
+            self.ledger.release_bytes(len(body))
+            return None
+        exchange = ShortExchange(self, connection, head, facts, body, wanted.stream)
+        exchange.upstream = upstream
+        lease = exchange.lease = pool.lend(route.member, caller.key_id)
+        lease.on_break = exchange.break_off
+        self.running.add(exchange)
+        if not self._is_watching:
+            self._is_watching = True
+            self.client.sweep.add(self)
+        self.general.active += 1
+        upstream.begin(exchange, "POST")
+        upstream.write(
+            assembled_head(
+                request_line(
+                    "POST",
+                    endpoint.base_path + rule.upstream,
+                    authority(endpoint.host, endpoint.port),
+                ),
+                facts.lines,
+                exchange.request_id,
+                len(body),
+            )
+            + body
+        )
+        upstream.request_sent = True
+        return exchange
+
+    def check(self, now: float) -> None:
+        """Look at the deadlines (`sweep.Watched`)."""
+        for exchange in [each for each in self.running if now >= each.deadline]:
+            exchange.overdue()
+        if not self.running:
+            self._is_watching = False
+            self.client.sweep.discard(self)
+
+    def _understand(self, head: PlainHead, surface: Surface) -> Facts:
+        facts = Facts(surface, self._keys.ring)
+        facts.request_id = wished_id(head.fields.get("x-request-id"))
+        rule = find_path(head.path)
+        kind = head.fields.get("content-type", "")[:19].lower()
+        if rule is None or rule.kind is not Kind.INFERENCE or not rule.model_required:
+            return facts
+        if kind == "multipart/form-data" or head.method not in rule.methods:
+            return facts
+        try:
+            facts.caller = self._keys.identify(head.fields)
+        except ApiError:
+            return facts
+        facts.rule = rule
+        facts.lines = b"".join(allowed_lines(head.raw))
+        facts.usable = True
+        return facts
+
+    def _find(self, facts: Facts, name: str | None) -> bool:
+        """Note where requests for *name* go; False if it takes more than the short way."""
+        assert facts.caller is not None
+        facts.name = None
+        try:
+            route = facts.surface.catalog.find(name or "", facts.caller.allowed)
+        except UnknownModel:
+            return False
+        if route.pool is None or route.served_model is not None:
+            return False
+        pool = self._pools.get(route.pool)
+        if pool is None:
+            return False
+        facts.name, facts.route, facts.pool = name, route, pool
+        facts.limits = facts.surface.pools[route.pool].limits
+        return True
+
+
+class ShortExchange:
+    """One request on the short way: `Receiver` of its answer; what its connection is running."""
+
+    __slots__ = (
+        "_answer", "_body", "_client", "_ended", "_facts", "_first_byte_at", "_head", "_name",
+        "_since", "_stream", "_way", "deadline", "lease", "request_id", "upstream",
+    )  # fmt: skip
+
+    lease: Lease
+    upstream: UpstreamConnection
+
+    def __init__(
+        self,
+        way: ShortWay,
+        client: OwnConnection,
+        head: PlainHead,
+        facts: Facts,
+        body: bytes,
+        stream: bool,
+    ) -> None:
+        assert facts.limits is not None and facts.name is not None
+        self._way = way
+        self._client = client
+        self._head = head
+        self._facts = facts
+        self._name = facts.name
+        self._body = body
+        self._stream = stream
+        self._answer: AnswerHead | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self._since = way.loop.time()
+        self._first_byte_at = 0.0
+        self.deadline = self._since + facts.limits.response_timeout_s
+        self.request_id = facts.request_id or client.next_id()
+
+    # -- what the connection to the client runs --------------------------------------------------
+
+    @property
+    def ended(self) -> asyncio.Future[None]:
+        """Done when this is over, or the general way goes on with it."""
+        if self._ended is None:
+            self._ended = self._way.loop.create_future()
+        return self._ended
+
+    def cancel(self) -> None:
+        """The client left."""
+        if self in self._way.running:
+            self.upstream.abort()
+            self._close("client_gone", "client_gone", None, 0)
+            self._client.lost()
+
+    # -- Receiver --------------------------------------------------------------------------------
+
+    def on_head(self, head: AnswerHead) -> None:
+        """See whether this is an answer for the short way."""
+        if (
+            head.framing is Framing.LENGTH
+            and self.upstream.answer_is_whole
+            and head.status != 503
+            and not self._client.writing_paused
+        ):
+            self._answer = head
+        else:
+            self._go_on(None)
+
+    def on_body(self, pieces: Sequence[bytes], framed: bytes | None, *, last: bool) -> None:
+        """Send the answer, whole as it is."""
+        answer, client = self._answer, self._client
+        assert answer is not None and last
+        now = self._first_byte_at = self._way.loop.time()
+        self.lease.moved_at = now
+        transport = client.transport
+        if transport is None or transport.is_closing():
+            self._close("client_gone", "client_gone", answer.status, 0)
+            client.lost()
+            return
+        ends = client.ends
+        data = answer_head(
+            answer,
+            Framing.LENGTH,
+            ids=ExchangeIds(self.request_id, client.extra_fields(self._head)),
+            member=self.lease.member,
+            held_ms=0,
+            close=ends,
+        )
+        if pieces:
+            data += pieces[0]
+        transport.write(data)
+        if transport.get_write_buffer_size():
+            assert self._facts.limits is not None
+            watch_rest(transport, self._way.client.sweep, self._facts.limits.write_stall_s, now)
+        self._close("served", "", answer.status, len(data))
+        client.settled(stays=not ends)
+
+    def on_failed(self, error: ExchangeError) -> None:
+        """Let the general way see whether it can be tried again."""
+        self._go_on(error)
+
+    # -- deadlines and other ends ----------------------------------------------------------------
+
+    def overdue(self) -> None:
+        """No answer came in time."""
+        assert self._facts.limits is not None
+        self.upstream.abort()
+        self._go_on(UpstreamTimeout("sent no answer", self._facts.limits.response_timeout_s))
+
+    def break_off(self, reason: str) -> None:
+        """The runtime ends the lease."""
+        self.upstream.abort()
+        self._go_on(ExchangeBroken(reason))
+
+    # -- private ---------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        self._way.running.discard(self)
+        self.lease.on_break = None
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _close(self, outcome: str, code: str, status: int | None, sent_bytes: int) -> None:
+        """Give back what was lent, and account for the request."""
+        way, facts = self._way, self._facts
+        self._leave()
+        self.lease.pool.take_back(self.lease)
+        way.ledger.release_bytes(len(self._body))
+        way.general.ended()
+        assert facts.route is not None and facts.caller is not None
+        way.accountant.close_short(
+            self.request_id,
+            facts.route,
+            self._name,
+            facts.caller.key_id,
+            outcome,
+            code,
+            status,
+            sent_bytes,
+            self._since,
+            self._first_byte_at,
+        )
+
+    def _go_on(self, error: ExchangeError | None) -> None:
+        """Let the general way do the rest."""
+        way, facts, client = self._way, self._facts, self._client
+        self._leave()
+        way.general.ended()
+        assert facts.rule is not None and facts.caller is not None and facts.route is not None
+        request = client.request_for(self._head, self._body, self.request_id)
+        client.go_on(
+            request,
+            way.general.go_on(
+                request,
+                facts.rule,
+                facts.caller,
+                facts.route,
+                Body(way.ledger, len(self._body), data=self._body),
+                Begun(
+                    self._since,
+                    self.lease.pool.scope_of(self.lease),
+                    self.upstream,
+                    error,
+                    self.upstream.answered,
+                ),
+                name=self._name,
+                stream=self._stream,
+            ),
+        )
