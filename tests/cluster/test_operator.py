@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,47 @@ def test_given_a_pool_then_the_shipped_operator_keeps_it(
     for log in sorted(operator.log.parent.glob("*.log")):
         text = log.read_text("utf-8")
         assert not re.search("forbidden|Traceback|Forbidden", text), text[-4000:]
+
+
+def test_given_a_model_router_then_a_real_router_serves_its_pool_under_its_own_role(
+    shipped: OwnCluster, start: Callable[[str], Operator], namespace: str
+) -> None:
+    kubectl = shipped.kubectl
+    operator = start("operator-0")
+    made = objects(namespace)
+    made[3]["spec"] |= {"image": "modelpool.test/router", "port": 18180, "replicas": 1}
+    kubectl.apply(*made)
+
+    def router() -> Object:
+        found: Object = kubectl.get("mrouter", "front", "-n", namespace).get("status", {})
+        return found
+
+    until(lambda: router().get("phase") == "Ready", "the router is ready", 120)
+    pods = kubectl.items("pods", "-n", namespace, "-l", "app.kubernetes.io/component=router")
+    where = f"http://{pods[0]['status']['podIP']}:18180"
+    for model in ("coder", "judge", "coder"):
+        body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+        request = urllib.request.Request(
+            f"{where}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=150) as answer:
+            assert answer.status == 200
+            assert answer.headers["x-modelpool-member"] == model
+
+    def pool() -> Object:
+        found: Object = kubectl.get("mpool", "gpu0", "-n", namespace).get("status", {})
+        return found
+
+    until(lambda: pool().get("residentMember") == "coder", "the status follows", 30)
+    assert pool()["router"] == pods[0]["metadata"]["name"]
+    assert pool()["phase"] == "Ready"
+    said = kubectl("logs", pods[0]["metadata"]["name"], "-n", namespace)
+    refused = [each for each in said.splitlines() if "orbidden" in each and "nodes" not in each]
+    assert refused == []
+    assert operator.stop() == 0
+    assert not re.search("forbidden|Traceback|Forbidden", operator.log.read_text("utf-8"))
 
 
 def _refuses(router: Any, namespace: str, patch: Object) -> bool:

@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
+from modelpool_api.v1alpha1.modelpool import ModelPool
+from modelpool_kube.errors import Forbidden
 from modelpool_kube.kinds import (
     INFERENCE_SERVICES,
     LEASES,
@@ -43,6 +45,7 @@ from ..plan.model import (
     Unmark,
 )
 from ..plan.observedpool import ObservedPool
+from ..plan.poolstatus import forbidden_status
 from .acting import Actor, Key
 from .memory import LeaseMemory, ScaleMemory
 from .observe import Observer
@@ -89,6 +92,21 @@ class PoolReconciler:
 
     async def reconcile(self, key: Key) -> float | None:
         """Make one pass over the pool *key*; return when to come back."""
+        try:
+            return await self._pass(key)
+        except Forbidden as error:
+            await self._complain(key, error)
+            raise
+
+    async def _complain(self, key: Key, error: Forbidden) -> None:
+        """Say in the status what a person has to allow; if even that is refused, the log has it."""
+        obj = await self._observer.get(MODEL_POOLS, *key)
+        if obj is not None:
+            pool = ModelPool.model_validate(obj)
+            status = forbidden_status(pool, str(error), self._actor.port.wall())
+            await self._actor.report(MODEL_POOLS, obj, status.wire(), ())
+
+    async def _pass(self, key: Key) -> float | None:
         slot = modelpool.slot_id(*key)
         seen = await self._observer.pool(
             key,
@@ -165,7 +183,7 @@ class ServiceReconciler:
         if seen is None:
             return None
         plan = inferenceservice.plan(seen)
-        return await _pass(self._actor, self.kind, seen.obj, plan)
+        return await _one_pass(self._actor, self.kind, seen.obj, plan)
 
 
 class RouterReconciler:
@@ -183,10 +201,10 @@ class RouterReconciler:
         seen = await self._observer.router(key, default_image=self._default_image)
         if seen is None:
             return None
-        return await _pass(self._actor, self.kind, seen.obj, modelrouter.plan(seen))
+        return await _one_pass(self._actor, self.kind, seen.obj, modelrouter.plan(seen))
 
 
-async def _pass(actor: Actor, kind: Kind, obj: Json, plan: Plan) -> float | None:
+async def _one_pass(actor: Actor, kind: Kind, obj: Json, plan: Plan) -> float | None:
     """Do the first thing of a plan that is about children, else say how it stands."""
     if plan.actions:
         action = plan.actions[0]

@@ -8,10 +8,12 @@ Otherwise the pool is what its members are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 
 from modelpool_api.meta import Condition, condition, set_condition, timestamp
 from modelpool_api.names import ConditionType, EventReason, Reason
 from modelpool_api.v1alpha1.modelpool import (
+    ModelPool,
     ModelPoolStatus,
     PoolMemberPhase,
     PoolMemberStatus,
@@ -265,6 +267,24 @@ def _ready(
     if stalled is not None:
         return False, stalled[0], stalled[1]
     return True, Reason.WAITING_FOR_DEMAND, "nothing is up; the first request loads its member"
+
+
+def forbidden_status(pool: ModelPool, message: str, now: datetime) -> ModelPoolStatus:
+    """Return the status as it was, and that a person has to change a Role."""
+    before = pool.status or ModelPoolStatus()
+    found = before.conditions
+    said = f"{message}; give the account of the operator this right"
+    for kind, answer in ((ConditionType.READY, False), (ConditionType.STALLED, True)):
+        found = set_condition(
+            found,
+            kind,
+            answer,
+            Reason.FORBIDDEN,
+            said,
+            now=now,
+            generation=pool.metadata.generation,
+        )
+    return before.model_copy(update={"conditions": found})
 
 
 # Events

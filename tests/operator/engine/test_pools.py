@@ -9,6 +9,7 @@ import pytest
 
 from memcontrollers import GPU
 from modelpool_api.names import FINALIZER, SLOT_ANNOTATION
+from modelpool_kube import errors
 from modelpool_kube.kinds import (
     AUTOSCALERS,
     DEPLOYMENTS,
@@ -761,3 +762,19 @@ async def test_given_inference_services_then_the_epoch_travels_down(world: Opera
     world.cluster.edit(INFERENCE_SERVICES, NS, "coder", {"spec": {"replicas": 1}})
     await world.run(until=resident(world, "coder"))
     assert world.replicas() == {"coder": 1, "judge": 0}
+
+
+async def test_given_a_right_that_is_missing_then_the_pool_says_which(
+    world: OperatorWorld,
+) -> None:
+    await pair(world, default="judge")
+    port = world.processes[0].port
+    refused = errors.Forbidden("may not list horizontalpodautoscalers", call="GET /apis/x")
+    port.fail(refused, kind=AUTOSCALERS, times=30)
+
+    await world.run(5)
+
+    assert world.says("Stalled") == "True/Forbidden"
+    assert "may not list" in world.condition("Stalled")["message"]
+    await world.run(until=lambda: world.says("Stalled") == "False/NotStalled")
+    await world.run(until=resident(world, "judge"))
