@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 
-from memcontrollers import GPU
-from modelpool_api.names import FINALIZER, SLOT_ANNOTATION
+from memcontrollers import GPU, Part
+from modelpool_api.names import FINALIZER, SLOT_ANNOTATION, SLOT_APPLIED_ANNOTATION
 from modelpool_kube import errors
 from modelpool_kube.kinds import (
     AUTOSCALERS,
     DEPLOYMENTS,
     INFERENCE_SERVICES,
     LEASES,
+    MODEL_DEPLOYMENTS,
     MODEL_POOLS,
     PODS,
     STATEFULSETS,
+    Json,
     annotation,
 )
 from operatorworld import NS, OperatorWorld
@@ -778,3 +780,47 @@ async def test_given_a_right_that_is_missing_then_the_pool_says_which(
     assert "may not list" in world.condition("Stalled")["message"]
     await world.run(until=lambda: world.says("Stalled") == "False/NotStalled")
     await world.run(until=resident(world, "judge"))
+
+
+class Suspending(Part):
+    """What the controller of ModelDeployments does for a pool: it says for which epoch it acted."""
+
+    sees = (MODEL_DEPLOYMENTS,)
+
+    def _act(self) -> bool:
+        return any(self._sync(each) for each in self.seen(MODEL_DEPLOYMENTS))
+
+    def _sync(self, obj: Json) -> bool:
+        meta = obj["metadata"]
+        mark = annotation(obj, SLOT_ANNOTATION)
+        count = 0 if obj["spec"]["suspend"] else 1
+        if mark is not None and annotation(obj, SLOT_APPLIED_ANNOTATION) != f"{mark}={count}":
+            notes = {"annotations": {SLOT_APPLIED_ANNOTATION: f"{mark}={count}"}}
+            where = (MODEL_DEPLOYMENTS, NS, meta["name"])
+            self.cluster.edit(*where, {"metadata": notes}, actor=self.name)
+            return True
+        roles = [{"name": "server", "desired": count, "ready": count}]
+        status = {"observedGeneration": meta["generation"], "roles": roles}
+        return self._set_status(MODEL_DEPLOYMENTS, obj, status)
+
+
+async def test_given_a_model_deployment_as_member_then_it_is_suspended_instead_of_scaled(
+    world: OperatorWorld,
+) -> None:
+    world.world.parts.append(Suspending(world.cluster))
+    body: Json = {"metadata": {"name": "big"}, "spec": {"suspend": True, "roles": []}}
+    world.cluster.put(MODEL_DEPLOYMENTS, NS, body)
+    world.member("coder")
+    refs: list[Any] = [{"modelDeploymentRef": {"name": "big"}}, "coder"]
+    world.pool("gpu0", *refs, default="big")
+    world.start()
+
+    await world.run(until=resident(world, "big"))
+    await world.run(120)
+
+    big = world.cluster.must(MODEL_DEPLOYMENTS, NS, "big")
+    assert big["spec"] == {"suspend": False, "roles": []}
+    scale(world, "coder", 1)
+    await world.run(until=resident(world, "coder"))
+    assert world.cluster.must(MODEL_DEPLOYMENTS, NS, "big")["spec"]["suspend"] is True
+    assert world.replicas() == {"coder": 1}
