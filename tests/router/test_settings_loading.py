@@ -58,6 +58,7 @@ def test_values_and_defaults_of_a_file() -> None:
     assert settings.hold_keepalive == "none"
     assert settings.upstreams[0].url == "http://10.0.0.7:8080/v2"
     large = settings.pool("gpu-0").member("org/coder-large")
+    assert large.command is not None
     assert large.command[-4:] == ("--temp", "0.10", "--seed", "0x1F")
     assert large.env == {"CUDA_VISIBLE_DEVICES": "0"}
 

@@ -209,6 +209,7 @@ def test_init_in_another_folder_keeps_paths_right(here: Path) -> None:
     run(app, ["init", "-o", "etc/pool.yaml", "--model", "a=models/a.gguf"])
 
     command = load("etc/pool.yaml").pools[0].members[0].command
+    assert command is not None
     assert command[2] == str(here / "models" / "a.gguf")
 
 
