@@ -74,7 +74,8 @@ def _slot(seen: ObservedPool, record: SlotRecord, step: Step) -> _Slot:
         pending = None
         if record.phase in HALF_DONE:
             wanted = seen.named(record.target)
-            pending = None if wanted is None else wanted.name
+            if wanted is not None and wanted is not resident:
+                pending = wanted.name
         return _Slot(None if resident is None else resident.name, pending, released)
     others_are_down = all(
         each.activity is Activity.STOPPED

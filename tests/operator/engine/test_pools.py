@@ -824,3 +824,17 @@ async def test_given_a_model_deployment_as_member_then_it_is_suspended_instead_o
     await world.run(until=resident(world, "coder"))
     assert world.cluster.must(MODEL_DEPLOYMENTS, NS, "big")["spec"]["suspend"] is True
     assert world.replicas() == {"coder": 1}
+
+
+async def test_given_a_drain_for_the_resident_itself_then_nothing_is_pending(
+    world: OperatorWorld,
+) -> None:
+    await pair(world, up="judge")
+    record = {"format": 1, "epoch": 9, "phase": "draining", "owner": "judge", "target": "judge"}
+    world.hold("gpu0", "router-0", record)
+
+    await world.run(10)
+
+    assert world.status()["residentMember"] == "judge"
+    assert "pendingMember" not in world.status()
+    assert world.status()["phase"] == "Ready"
