@@ -719,6 +719,22 @@ async def test_an_unsafe_member_is_refused_untouched(
     assert {write.kind for write in trail.new("router-1")} == {LEASES}
 
 
+async def test_a_member_on_metal_stops_the_pool_untouched() -> None:
+    world = KubeWorld("InferenceService", step_s=0.05)
+    metal = {"spec": {"accelerator": "metal"}}
+    world.cluster.edit(world.kind, NAMESPACE, "beta", metal)
+    trail = Trail(world.cluster)
+    driver = world.driver("router-1", limits=LIMITS)
+    await driver.observe()
+
+    assert driver.standing.withheld.startswith("MetalMembersUnsupported: InferenceService lab/beta")
+    with pytest.raises(DriverUnavailable, match="MetalMembersUnsupported"):
+        await driver.activate(ALPHA)
+    assert {write.kind for write in trail.new("router-1")} == {LEASES}
+    await driver.close(stop_members=False)
+    await world.end()
+
+
 async def test_a_member_of_another_slot_is_never_written(bench: Bench) -> None:
     mark = {"metadata": {"annotations": {SLOT_ANNOTATION: "lab/modelpool-other:3"}}}
     bench.world.cluster.edit(DEPLOYMENTS, NAMESPACE, "beta", mark)

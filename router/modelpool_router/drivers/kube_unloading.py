@@ -1,0 +1,115 @@
+"""Down: scaled to 0 and proven gone; also what somebody else has brought up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import replace
+
+from modelpool_kube.errors import Forbidden, KubeError
+from modelpool_kube.lease import LeaseLost
+from modelpool_kube.record import Frozen, Phase, SlotRecord
+from modelpool_kube.slot import Contended, Deposed, InFlight, MemberShared
+from modelpool_kube.slotrules import Gone
+
+from ..core.spec import MemberName
+from .base import DriverUnavailable
+from .kube_loading import Loading
+from .kube_members import KubeMember
+from .kube_record import emptied_record
+
+_log = logging.getLogger(__name__)
+
+
+class Unloading(Loading):
+    """Takes members down."""
+
+    async def _take_down(self, member: MemberName) -> None:
+        """Scale *member* to 0 and prove it gone. Call with its turn held."""
+        life = self._lives.get(member)
+        if self._is_retired:
+            self._lives.pop(member, None)
+            return
+        self._refuse_aside()
+        spec = (
+            life.spec
+            if life is not None
+            else self._leaving.get(member) or self._members.get(member)
+        )
+        if spec is None:
+            return
+        purpose = object()
+        is_asked = False
+
+        def announce(record: SlotRecord) -> SlotRecord:
+            return replace(record, owner=str(member), target=None, phase=Phase.UNLOADING)
+
+        def check() -> None:
+            if not self._is_adopted:
+                raise DriverUnavailable(self.standing.withheld or "the driver is closed")
+
+        async def attempt(late: bool) -> str | None:
+            nonlocal is_asked
+            current = self._current()
+            if life is None and current is not None and not is_asked:
+                # Nothing may be left of it; then there is nothing to write either.
+                found = await self._actuator.look_gone(spec.slot_member, epoch=current.epoch)
+                if isinstance(found, Gone):
+                    return None
+                if found.reason == "NotScaledDown" and (why := await self._in_use(spec)):
+                    raise DriverUnavailable(why)
+            async with self._act:
+                self._refuse_withheld()
+                begun = await self._epoch_for(purpose, announce)
+                await self._scale(spec, begun, up=False)
+                is_asked = True
+                found = await self._look_gone(spec, begun, late)
+            return None if isinstance(found, Gone) else f"{member} is not gone: {found.detail}"
+
+        try:
+            await self._repeat(attempt, check=check, limit_s=self._limits.gone_s)
+        except Forbidden as error:
+            raise DriverUnavailable(str(error)) from error
+        if life is None or self._lives.get(member) is life:
+            self._lives.pop(member, None)
+        if is_asked:
+            await self._note(lambda record: emptied_record(record, member))
+        await self._let_go(member)
+
+    async def _let_go(self, member: MemberName) -> None:
+        """Take our mark from a member that was removed, now that it is gone."""
+        spec = self._leaving.get(member)
+        begun = self._current()
+        if spec is None or begun is None:
+            return
+        with suppress(KubeError, LeaseLost, Frozen, MemberShared, Deposed, InFlight, Contended):
+            await self._actuator.unmark(spec.slot_member, begun.epoch)
+            self._leaving.pop(member, None)
+
+    async def _unmark_all(self) -> None:
+        async with self._act:
+            begun = await self._epoch_for(self, lambda record: record)
+            for member in self._all_members():
+                await self._actuator.unmark(member.slot_member, begun.epoch)
+
+    def _correct(self, member: KubeMember) -> None:
+        if member.name not in self._correcting:
+            self._correcting.add(member.name)
+            self._own(self._corrected(member), f"correct {member.name}")
+
+    async def _corrected(self, member: KubeMember) -> None:
+        """Take down what somebody else has brought up, as soon as its engine is idle."""
+        try:
+            while self._is_adopted and not self._is_closed and not self._is_retired:
+                async with self._turn(member.name):
+                    life = self._lives.get(member.name)
+                    if life is not None:
+                        return  # it is wanted meanwhile
+                    with suppress(DriverUnavailable):
+                        await self._take_down(member.name)
+                        _log.info("%s was scaled down again", member)
+                        return
+                await asyncio.sleep(self._limits.resync_s)
+        finally:
+            self._correcting.discard(member.name)
