@@ -257,8 +257,12 @@ def _third(lab: Lab) -> None:
     lab.cluster.put(PODS, NAMESPACE, double, actor="stranger")
 
 
-@pytest.mark.parametrize("change", [_hash, _third])
-async def test_members_that_differ_are_not_admitted_afresh(change: Callable[[Lab], None]) -> None:
+@pytest.mark.parametrize(
+    ("change", "says"), [(_hash, "of another configuration"), (_third, "3 of 2 members stand")]
+)
+async def test_members_that_differ_are_not_admitted_afresh(
+    change: Callable[[Lab], None], says: str
+) -> None:
     lab = Lab(role(size=2))
     await lab.settle()
     await waiting(lab)
@@ -269,6 +273,7 @@ async def test_members_that_differ_are_not_admitted_afresh(change: Callable[[Lab
     await lab.look(2)
 
     assert lab.slot()["phase"] == "WaitingForAdmission"
+    assert says in lab.status()["replacement"]["reason"]
 
 
 async def test_a_newcomer_on_the_old_reservation_is_not_admitted_afresh() -> None:
