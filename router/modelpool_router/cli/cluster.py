@@ -305,6 +305,51 @@ async def _tell(port: ClusterPort, namespace: str, lease: str, pod: str) -> None
         await port.create(EVENTS, namespace, body)
 
 
+def print_slots(
+    namespace: str, kubeconfig: str | None, context: str | None, *, as_json: bool
+) -> None:
+    """Print what the Leases of *namespace* say: the status without a router's admin port."""
+
+    async def look(port: ClusterPort) -> list[dict[str, Any]]:
+        from .cluster_look import slots
+
+        return await slots(port, namespace)
+
+    from .cluster_look import slot_line
+
+    found = _with_cluster(look, kubeconfig, context)
+    if as_json:
+        typer.echo(json.dumps({"slots": found}, indent=2))
+    elif not found:
+        typer.echo(f"no slot is recorded in {namespace}")
+    for each in () if as_json else found:
+        typer.echo(slot_line(each))
+
+
+def print_why(
+    model: str, namespace: str, kubeconfig: str | None, context: str | None, *, as_json: bool
+) -> None:
+    """Print what a request for *model* would wait for, by the objects of *namespace*."""
+
+    async def look(port: ClusterPort) -> list[str]:
+        from .cluster_look import why_not
+
+        return await why_not(port, await _model_pools(port, namespace), model)
+
+    sentences = _with_cluster(look, kubeconfig, context)
+    if not sentences:
+        fail(
+            f"no ModelPool in {namespace} has a member {model!r}",
+            ExitCode.FAILED,
+            "name its namespace with -n, or ask the router itself with --admin",
+        )
+    if as_json:
+        typer.echo(json.dumps({"model": model, "sentences": sentences}, indent=2))
+        return
+    for sentence in sentences:
+        typer.echo(sentence)
+
+
 def _target(text: str) -> tuple[str, str]:
     word, slash, name = text.partition("/")
     kind = KINDS.get(word.lower().partition(".")[0])

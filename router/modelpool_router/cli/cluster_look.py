@@ -259,3 +259,84 @@ def guess_profile(template: Json) -> str:
         if any(mark in text for mark in marks):
             return name
     return "generic"
+
+
+async def slots(port: ClusterPort, namespace: str) -> list[dict[str, Any]]:
+    """Return what the Leases of *namespace* say of their slots, as plain JSON, by pool."""
+    found: list[dict[str, Any]] = []
+    for lease in (await port.list(LEASES, namespace)).items:
+        if not name_of(lease).startswith(lease_name("")):
+            continue
+        seen = view(lease)
+        slot: dict[str, Any] = {
+            "pool": name_of(lease).removeprefix(lease_name("")),
+            "router": seen.holder,
+        }
+        try:
+            record = decode(seen.text)
+        except Frozen as error:
+            found.append({**slot, "trouble": str(error)})
+            continue
+        if record is None:
+            continue  # a Lease of somebody else, or nobody has begun yet
+        found.append(
+            {
+                **slot,
+                "phase": record.phase.value,
+                "owner": record.owner,
+                "target": record.target,
+                "since": record.since,
+                "reason": record.reason,
+                "held": record.held,
+                "epoch": record.epoch,
+                "forgotten": list(record.forgotten),
+            }
+        )
+    return sorted(found, key=lambda each: str(each["pool"]))
+
+
+def slot_line(slot: Mapping[str, Any]) -> str:
+    """Return one line about a slot, for people."""
+    if "trouble" in slot:
+        return f"{slot['pool']}: frozen: {slot['trouble']}"
+    who = slot["owner"] or "nobody"
+    doing = {
+        "resident": f"{who} is resident",
+        "draining": f"{who} finishes its answers before {slot['target'] or 'another member'}",
+        "unloading": f"{who} is unloading",
+        "loading": f"{slot['target']} is loading",
+        "cold": "the slot is empty",
+        "released": "the slot was emptied on purpose",
+    }[slot["phase"]]
+    parts = [f"{slot['pool']}: {doing}"]
+    if slot["since"]:
+        parts.append(f"since {slot['since'][:19]}Z")
+    if slot["reason"]:
+        parts.append(str(slot["reason"]))
+    if slot["held"]:
+        parts.append(f"{slot['held']} held")
+    parts.append(f"moved by {slot['router']}" if slot["router"] else "no router holds it")
+    return "; ".join(parts)
+
+
+async def why_not(port: ClusterPort, pools: Sequence[PoolPlace], model: str) -> list[str]:
+    """Return sentences about what a request for *model*, a member's name, would wait for."""
+    for pool in pools:
+        for member in pool.members:
+            if member.name != model:
+                continue
+            said: list[str] = []
+            for slot in await slots(port, pool.lease_namespace):
+                if slot["pool"] == pool.name:
+                    said.append(f"{slot_line(slot)}.")
+                    if slot.get("owner") == model and slot.get("phase") == "resident":
+                        said.append(f"A request for {model} is served at once.")
+            if not said:
+                said.append(f"No router has moved the slot of {pool.name} yet.")
+            slot_id = SlotId(pool.lease_namespace, lease_name(pool.name))
+            for each in pool.members:
+                for finding in await _member(port, each, slot_id):
+                    if not finding.is_good:
+                        said.append(f"{finding.what}: {finding.way_out}.")
+            return said
+    return []

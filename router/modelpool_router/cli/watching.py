@@ -26,6 +26,15 @@ from .words import (
 if TYPE_CHECKING:
     from rich.console import Group
 
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace", "-n", help="Ask the cluster instead of a router: namespace of the pools."
+    ),
+]
+ContextOption = Annotated[str | None, typer.Option(help="Context of the kubeconfig, with -n.")]
+KubeconfigOption = Annotated[str | None, typer.Option(help="Kubeconfig file, with -n.")]
+
 _COLOURS = {
     "loaded": "green",
     "loading": "yellow",
@@ -45,6 +54,9 @@ def status(
     ] = 0.5,
     admin: AdminOption = DEFAULT_ADMIN,
     token_file: TokenOption = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    kubeconfig: KubeconfigOption = None,
 ) -> None:
     """
     Show who holds each slot, who waits, and for how long.
@@ -59,7 +71,14 @@ def status(
         modelpool status --watch
 
         modelpool status --json | jq '.pools[].resident'
+
+        modelpool status -n lab
     """
+    if namespace is not None:
+        from .cluster import print_slots
+
+        print_slots(namespace, kubeconfig, context, as_json=as_json)
+        return
     with router(admin, token_file) as client:
         if watch and not as_json and sys.stdout.isatty():
             _watch_live(client, interval)
@@ -85,14 +104,24 @@ def why(
     as_json: JsonOption = False,
     admin: AdminOption = DEFAULT_ADMIN,
     token_file: TokenOption = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    kubeconfig: KubeconfigOption = None,
 ) -> None:
     """
     Say in sentences why a request for MODEL waits, or what it would wait for.
 
-    Example:
+    Examples:
 
         modelpool why coder-large
+
+        modelpool why coder-large -n lab
     """
+    if namespace is not None:
+        from .cluster import print_why
+
+        print_why(model, namespace, kubeconfig, context, as_json=as_json)
+        return
     with router(admin, token_file) as client:
         answer = client.why(model)
     if as_json:

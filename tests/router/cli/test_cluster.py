@@ -28,7 +28,15 @@ from modelpool_kube.kinds import (
 from modelpool_kube.record import decode
 from modelpool_kube.slotrules import Member
 from modelpool_router.cli.cluster import adopted, forgotten
-from modelpool_router.cli.cluster_look import Finding, PoolPlace, examine, guess_profile
+from modelpool_router.cli.cluster_look import (
+    Finding,
+    PoolPlace,
+    examine,
+    guess_profile,
+    slot_line,
+    slots,
+    why_not,
+)
 from modelpool_router.settings import from_mapping
 
 A, B = (Member(name, DEPLOYMENTS, "lab", name) for name in ("a", "b"))
@@ -197,3 +205,48 @@ async def test_forgetting_without_a_pool_to_mean_says_which_there_are() -> None:
     with pytest.raises(typer.Exit):
         await forgotten(cluster().port("cli"), "lab", "x", None)
     await asyncio.sleep(0)
+
+
+async def test_the_slots_are_told_by_their_leases_alone() -> None:
+    world = KubeWorld()
+    driver = world.driver()
+    await driver.observe()
+    await driver.activate(next(iter(world.specs())))
+    world.cluster.put(LEASES, NAMESPACE, LEASES.body("somebody-else", NAMESPACE, spec={}))
+
+    [slot] = await slots(world.cluster.port("cli"), NAMESPACE)
+
+    line = slot_line(slot)
+    assert line.startswith("gpu0: alpha is resident; since 20")
+    assert line.endswith("; moved by router-1")
+    pool = PoolPlace("gpu0", NAMESPACE, tuple(m.slot_member for m in world.specs().values()))
+    said = await why_not(world.cluster.port("cli"), [pool], "alpha")
+    assert said[1] == "A request for alpha is served at once."
+    world.cluster.edit(DEPLOYMENTS, NAMESPACE, "beta", {"spec": {"replicas": 3}})
+    said = await why_not(world.cluster.port("cli"), [pool], "beta")
+    assert "asks for 3 replicas and a slot holds one: set spec.replicas to 0." in said[1]
+    assert await why_not(world.cluster.port("cli"), [pool], "gamma") == []
+    await driver.close(stop_members=False)
+    await world.end()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"epoch":3,"phase":"loading","target":"b"}', "p: b is loading; no router holds it"),
+        (
+            '{"epoch":3,"phase":"draining","owner":"a","target":"b","reason":"PodsBusy","held":2}',
+            "p: a finishes its answers before b; PodsBusy; 2 held; no router holds it",
+        ),
+        ("{", "p: frozen: the slot record is not JSON"),
+    ],
+)
+async def test_a_slot_in_every_phase_is_told_in_a_line(text: str, line: str) -> None:
+    made = cluster()
+    body = LEASES.body("modelpool-p", "lab", spec={})
+    body["metadata"]["annotations"] = {RECORD_ANNOTATION: text}
+    made.put(LEASES, "lab", body)
+
+    [slot] = await slots(made.port("cli"), "lab")
+
+    assert slot_line(slot).startswith(line)

@@ -646,6 +646,26 @@ async def test_a_single_foreign_change_is_put_right_when_idle(bench: Bench) -> N
     assert bench.standings[-1].withheld == ""
 
 
+async def test_nothing_starts_beside_what_somebody_else_has_put_up(bench: Bench) -> None:
+    driver = await bench.started()
+    bench.world.busy.add("alpha")
+    bench.world.cluster.down = True
+    bench.world.cluster.break_watches()
+    bench.world.scale("alpha", 1)
+    await until(lambda: bench.world.world.running())
+    bench.world.cluster.down = False
+
+    with pytest.raises(DriverUnavailable, match="alpha is not gone: .* its engine is busy"):
+        await driver.activate(BETA)
+    assert bench.world.replicas("beta") == 0
+    assert bench.world.replicas("alpha") == 1
+    bench.world.busy.clear()
+    await driver.deactivate(BETA)
+    await driver.activate(BETA)
+
+    assert bench.world.up() == {"beta"}
+
+
 async def test_who_keeps_scaling_a_member_stops_the_pool(bench: Bench) -> None:
     driver = await bench.started()
     await driver.activate(ALPHA)
