@@ -19,6 +19,7 @@ from modelpool_api.v1alpha1.modelpool import ModelPool, ModelPoolStatus
 from modelpool_kube.kinds import DEPLOYMENTS, Json
 from modelpool_kube.slotrules import Gone, prove_gone
 from modelpool_operator.plan.model import (
+    Action,
     Idle,
     Load,
     Patch,
@@ -321,3 +322,28 @@ def test_given_nothing_of_the_pool_but_the_object_then_first_things_come_first()
     (action,) = first.actions
     assert isinstance(action, Patch)
     assert action.patch == {"metadata": {"finalizers": [FINALIZER]}}
+
+
+def test_given_an_epoch_that_is_not_on_every_member_yet_then_nothing_is_loaded() -> None:
+    """Both are at 0 with no Pod; but a deposed holder may still scale the one without our mark."""
+    meta: dict[str, Any] = {"name": "gpu0", "namespace": "lab", "uid": "u", "resourceVersion": "1"}
+    spec = {"members": [{"deploymentRef": {"name": n}} for n in ("a", "b")], "default": "a"}
+    obj = {"metadata": {**meta, "finalizers": [FINALIZER]}, "spec": spec}
+    pool = ModelPool.model_validate(obj)
+
+    def wanted(mark: str) -> tuple[Action, ...]:
+        made = {
+            name: member(name, wants=0, pod="none", mark=f"lab/modelpool-gpu0:{at}", observed=True)
+            for name, at in (("a", "2"), ("b", mark))
+        }
+        around = Namespace({DEPLOYMENTS: tuple(found[0] for found in made.values())}, (), ())
+        held, removed = around.observed(pool)
+        record = json.dumps({"format": 1, "epoch": 2, "phase": "cold"})
+        lease = LeaseSeen({"metadata": {}}, "operator-0", True, 100.0, record)
+        session = SessionSeen(is_open=True, is_held=True, epoch=2)
+        seen = ObservedPool(pool, obj, NOW, lease, held, removed, session=session)
+        return plan(seen).actions
+
+    assert wanted("1") == ()
+    (action,) = wanted("2")
+    assert isinstance(action, Load)
