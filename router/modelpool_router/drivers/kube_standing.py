@@ -51,9 +51,11 @@ class Standing(SlotBook):
         keeper = self._keeper
         if not keeper.is_held and keeper.other is not None:
             return SlotStanding(f"the slot is held by {keeper.other}", aside=True)
+        if not keeper.is_held and keeper.trouble is None:
+            return self.standing  # nobody has answered yet: requests may wait for that
         if not keeper.is_held:
             # Who stood aside goes on doing so: somebody else may have moved the slot since.
-            why = f"the Lease {self._slot.lease} is not held: {keeper.trouble or 'not yet'}"
+            why = f"the Lease {self._slot.lease} is not held: {keeper.trouble}"
             return SlotStanding(why, aside=self.standing.aside)
         if keeper.frozen:
             return SlotStanding(keeper.frozen)

@@ -1,0 +1,216 @@
+"""A pool at run time over the Kubernetes driver: standing by, outages, and what the record says."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kubeworld import KubeWorld, Watchman
+from memcluster import MemPort
+from modelpool_kube.record import Phase
+from modelpool_router.core.commands import RefusalCode
+from modelpool_router.core.spec import HoldLedger, MemberName, MemberSpec, PoolName, PoolSpec
+from modelpool_router.core.view import PoolView, SlotState
+from modelpool_router.drivers.base import SlotStanding
+from modelpool_router.drivers.kubernetes import KubeLimits
+from modelpool_router.runtime.leases import HoldRefused
+from modelpool_router.runtime.pool import PoolRuntime
+
+pytestmark = pytest.mark.looptime(idle_timeout=100_000, noop_cycles=8)
+
+ALPHA, BETA = MemberName("alpha"), MemberName("beta")
+
+
+class Router:
+    """One router's pool."""
+
+    def __init__(self, world: KubeWorld, name: str, *, default: MemberName | None = None) -> None:
+        self.port: MemPort = world.cluster.port(name)
+        self.found: PoolRuntime | None = None
+        spec = PoolSpec(
+            PoolName("gpu0"),
+            {member: MemberSpec(member) for member in (ALPHA, BETA)},
+            default=default,
+            linger_s=0.0,
+        )
+        self.pool = self.found = PoolRuntime(
+            spec,
+            lambda lost: world.driver(
+                name,
+                port=self.port,
+                limits=KubeLimits(),
+                lost=lost,
+                standing=self._stand,
+                view=self._view,
+            ),
+            ledger=HoldLedger(),
+            tickets=itertools.count(1),
+            listener=lambda name, note: None,
+        )
+
+    def _stand(self, standing: SlotStanding) -> None:
+        if self.found is not None:
+            self.found.stand(standing)
+
+    def _view(self) -> PoolView | None:
+        return None if self.found is None else self.found.view()
+
+    async def use(self, member: MemberName, seconds: float = 0.0, budget_s: float = 300.0) -> str:
+        """Use *member* for a while; return ``ok`` or the code of the refusal."""
+        deadline = self.pool.loop.time() + budget_s
+        try:
+            async with self.pool.lease(member, deadline=deadline, key=None):
+                await asyncio.sleep(seconds)
+        except HoldRefused as error:
+            return str(error.refusal.code)
+        return "ok"
+
+
+@asynccontextmanager
+async def routers(*names: str, default: MemberName | None = None) -> AsyncIterator[list[object]]:
+    """Run pools of routers in one world; yields the world, then the routers."""
+    world = KubeWorld(step_s=0.05)
+    watchman = Watchman(world)
+    made = [Router(world, name, default=default) for name in names]
+    for each in made:
+        await each.pool.start()
+    yield [world, *made]
+    for each in made:
+        each.port.paused = None
+        await each.pool.stop(stop_members=True)
+    await world.end()
+    assert watchman.verdicts == []
+
+
+async def until(what: Callable[[], object], limit_s: float = 120.0) -> None:
+    """Let virtual time pass until *what* is so."""
+    async with asyncio.timeout(limit_s):
+        while not what():
+            await asyncio.sleep(0.1)
+
+
+async def test_the_record_says_what_is_going_on() -> None:
+    async with routers("router-1") as made:
+        world, router = made
+        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+        assert await router.use(ALPHA) == "ok"
+        loop = asyncio.get_running_loop()
+        using = loop.create_task(router.use(ALPHA, 200.0))
+        await asyncio.sleep(1)
+        waiting = loop.create_task(router.use(BETA))
+        await until(lambda: world.record().phase is Phase.DRAINING)
+
+        record = world.record()
+        assert (record.owner, record.target, record.held) == ("alpha", "beta", 1)
+        assert await using == "ok"
+        assert await waiting == "ok"
+        await until(lambda: world.record().held == 0)
+        assert (world.record().owner, world.record().phase) == ("beta", Phase.RESIDENT)
+
+
+async def test_who_comes_while_the_lease_is_not_ours_yet_is_held() -> None:
+    async with routers("router-1") as made:
+        world, router = made
+        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+        assert router.pool.view().state is SlotState.STARTING
+
+        assert await router.use(ALPHA) == "ok"
+
+
+async def test_the_default_is_warmed_and_the_next_router_finds_it() -> None:
+    async with routers("router-1", default=BETA) as made:
+        world, router = made
+        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+        await until(lambda: router.pool.view().resident == BETA)
+
+        again = Router(world, "router-1", default=ALPHA)
+        await router.pool.stop(stop_members=True)
+        await again.pool.start()
+        await until(lambda: again.pool.view().resident == BETA)
+        await asyncio.sleep(60)
+
+        assert again.pool.view().resident == BETA
+        assert world.starts("alpha") == 0
+        await again.pool.stop(stop_members=True)
+
+
+async def test_a_standby_refuses_and_takes_over_with_the_resident_up() -> None:
+    async with routers("router-1", "router-2") as made:
+        world, first, second = made
+        assert isinstance(world, KubeWorld)
+        assert isinstance(first, Router) and isinstance(second, Router)
+        assert await first.use(ALPHA) == "ok"
+        await until(lambda: second.pool.view().withheld == "the slot is held by router-1")
+        assert await second.use(ALPHA) == RefusalCode.SLOT_UNAVAILABLE
+
+        await first.pool.stop(stop_members=True)
+        await until(lambda: second.pool.view().resident == ALPHA)
+
+        assert await second.use(ALPHA) == "ok"
+        assert await second.use(BETA) == "ok"
+        assert (world.starts("alpha"), world.starts("beta")) == (1, 1)
+
+
+async def test_a_router_that_was_cut_off_serves_until_it_sees_its_successor() -> None:
+    async with routers("router-1", "router-2") as made:
+        world, first, second = made
+        assert isinstance(world, KubeWorld)
+        assert isinstance(first, Router) and isinstance(second, Router)
+        assert await first.use(ALPHA) == "ok"
+        first.port.paused = asyncio.Event()
+        await until(lambda: second.pool.view().resident == ALPHA)
+        assert await first.use(ALPHA) == "ok"
+        assert await first.use(BETA) == RefusalCode.SLOT_UNAVAILABLE
+        running = asyncio.get_running_loop().create_task(first.use(ALPHA, 60.0))
+        await asyncio.sleep(1)
+
+        first.port.paused.set()
+        await until(lambda: first.pool.view().state is SlotState.STARTING)
+
+        assert await first.use(ALPHA) == RefusalCode.SLOT_UNAVAILABLE
+        assert await running == "ok"
+        assert await second.use(ALPHA) == "ok"
+        await second.pool.stop(stop_members=True)
+        await until(lambda: first.pool.view().resident == ALPHA)
+        assert await first.use(ALPHA) == "ok"
+
+
+async def test_while_the_api_server_is_away_every_request_of_the_resident_is_served() -> None:
+    async with routers("router-1") as made:
+        world, router = made
+        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+        assert await router.use(ALPHA) == "ok"
+        world.cluster.down = True
+        world.cluster.break_watches()
+        answers = []
+        for _ in range(60):
+            answers.append(await router.use(ALPHA, 1.0))
+        assert answers == ["ok"] * 60
+        assert await router.use(BETA) == RefusalCode.SLOT_UNAVAILABLE
+
+        world.cluster.down = False
+        back = asyncio.get_running_loop().time()
+        while await router.use(BETA) != "ok":
+            await asyncio.sleep(0.5)
+
+        assert asyncio.get_running_loop().time() - back < 10
+        assert world.up() == {"beta"}
+
+
+async def test_a_short_outage_interrupts_no_hold() -> None:
+    async with routers("router-1") as made:
+        world, router = made
+        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+        assert await router.use(ALPHA) == "ok"
+        world.cluster.down = True
+        world.cluster.break_watches()
+        waiting = asyncio.get_running_loop().create_task(router.use(BETA))
+        await asyncio.sleep(6)
+
+        world.cluster.down = False
+
+        assert await waiting == "ok"
