@@ -838,3 +838,18 @@ async def test_given_a_drain_for_the_resident_itself_then_nothing_is_pending(
     assert world.status()["residentMember"] == "judge"
     assert "pendingMember" not in world.status()
     assert world.status()["phase"] == "Ready"
+
+
+async def test_given_an_operator_that_died_after_its_announcement_then_the_target_stays(
+    world: OperatorWorld,
+) -> None:
+    await pair(world, up="judge")
+    scale(world, "coder", 1)
+    # what it had recorded when it died, one write before judge was to be unloaded
+    ours = {"operatorEpoch": 4, "routed": False}
+    record = {"format": 1, "epoch": 4, "phase": "loading", "owner": "judge", "target": "coder"}
+    world.hold("gpu0", "", record | ours)
+
+    await world.run(until=resident(world, "coder"))
+
+    assert world.replicas() == {"coder": 1, "judge": 0}
