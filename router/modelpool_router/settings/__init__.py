@@ -24,6 +24,7 @@ from .model import (
     Upstream,
 )
 from .problems import ConfigError, Problem
+from .source import Source
 from .units import Address
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Profile",
     "SecretSource",
     "Settings",
+    "Source",
     "Upstream",
     "bind_error",
     "compare",
