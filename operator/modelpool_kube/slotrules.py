@@ -19,6 +19,7 @@ from typing import Any
 
 from modelpool_api.names import (
     REPLACEMENTS_ANNOTATION,
+    ROUTING_LABEL,
     SLOT_ANNOTATION,
     SLOT_APPLIED_ANNOTATION,
     group_prefix,
@@ -505,6 +506,8 @@ def ready_evidence(
         if not is_going(pod)
         and (pod.get("status") or {}).get("phase") == "Running"
         and (pod.get("status") or {}).get("podIP")
+        # Of the Pods of a ModelDeployment only some answer requests.
+        and (member.kind != MODEL_DEPLOYMENTS or _answers(pod))
     ]
     if not running:
         how = ", ".join(f"{name_of(pod)} ({_how(pod)})" for pod in mine) or "there is none"
@@ -516,6 +519,10 @@ def ready_evidence(
                     return Ready(pod)
                 return NotReady("ProbeTooOld", "the last probe is older than the epoch", pod)
     return NotReady("NotProbed", f"{name_of(running[0])} was not probed yet", running[0])
+
+
+def _answers(pod: Json) -> bool:
+    return (meta(pod).get("labels") or {}).get(ROUTING_LABEL) == "true"
 
 
 def _open_replacement(member: Member, obj: Json) -> NotReady | None:

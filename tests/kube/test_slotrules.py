@@ -14,6 +14,7 @@ from memcluster import MemCluster
 from memcontrollers import OUT_OF_SERVICE, World, deployment, runs, statefulset
 from modelpool_api.names import (
     REPLACEMENTS_ANNOTATION,
+    ROUTING_LABEL,
     SLOT_ANNOTATION,
     SLOT_APPLIED_ANNOTATION,
     group_name,
@@ -527,7 +528,7 @@ def serving(member: Member) -> Facts:
         member=facts.member,
         owner=facts.owner,
         replica_sets=facts.replica_sets,
-        pods=(pod("p", owner),),
+        pods=(pod("p", owner, meta={"labels": {"app": "coder", ROUTING_LABEL: "true"}}),),
     )
 
 
@@ -580,6 +581,16 @@ def test_each_piece_of_evidence_is_needed(member: Member, change: Change, reason
     change(facts)
 
     assert ready(member, facts, FRESH) == reason
+
+
+def test_only_a_pod_that_answers_requests_stands_for_a_model_deployment() -> None:
+    facts = serving(ROLES)
+    facts.pods[0]["metadata"]["labels"][ROUTING_LABEL] = "false"
+    assert ready(ROLES, facts, FRESH) == "NoRunningPod"
+
+    plain = serving(DEPLOYED)
+    del plain.pods[0]["metadata"]["labels"][ROUTING_LABEL]
+    assert ready(DEPLOYED, plain, FRESH) == "Ready p"
 
 
 def test_a_missing_member_is_not_ready() -> None:
