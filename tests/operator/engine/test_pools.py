@@ -645,6 +645,7 @@ async def test_given_a_deleted_pool_then_no_replica_moves_and_marks_and_lease_go
     await world.run(until=resident(world, "judge"))
     await world.run(120)
 
+    before = world.cluster.version
     world.cluster.remove(MODEL_POOLS, NS, "gpu0")
     await world.run(300)
 
@@ -654,6 +655,9 @@ async def test_given_a_deleted_pool_then_no_replica_moves_and_marks_and_lease_go
     for name in ("coder", "judge"):
         found = world.cluster.must(DEPLOYMENTS, NS, name)
         assert annotation(found, SLOT_ANNOTATION) is None
+    # whoever held the Lease is deposed before a mark goes
+    gone = [each.kind for each in world.writes(before) if each.verb in ("patch", "remove")]
+    assert gone == [LEASES, DEPLOYMENTS, DEPLOYMENTS, MODEL_POOLS]
 
 
 async def test_given_a_deleted_pool_then_a_lease_that_a_router_made_stays(
