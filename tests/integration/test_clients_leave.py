@@ -11,7 +11,11 @@ from typing import Any, Literal
 import pytest
 
 from fakemembers import until
+from modelpool_router.core.headers import AnswerHead
+from modelpool_router.web.short import ShortExchange
 from rawclient import RawClient
+from rawupstream import STREAM_HEAD, Link, SeenRequest, answer, chunk
+from scripted import Life, scripted, scripted_pool
 from served import Json, Served, ServedProcess, all_of, member, pool, served, served_here
 
 How = Literal["closes", "resets", "half-closes"]
@@ -215,3 +219,41 @@ async def test_after_two_hundred_that_left_the_next_is_served_at_once(tmp_path: 
         sums = await all_of(gone, router.metric("modelpool_requests_total"))
         assert sums == [200, 201]
         assert await router.metric("modelpool_held_requests") == 0
+
+
+async def test_as_its_answer_begins_nobody_is_left_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection to the client is lost already, and the handler has not been told yet."""
+    let_go = asyncio.Event()
+
+    async def engine(life: Life, link: Link, request: SeenRequest) -> bool:
+        if b'"last"' not in request.body:
+            await link.send(answer(b"{}"))
+            return True
+        await link.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+        await link.gone()
+        let_go.set()
+        return False
+
+    see_head = ShortExchange.on_head
+
+    def lose_the_client(exchange: ShortExchange, head: AnswerHead) -> None:
+        if head.event_stream:
+            for connection in router.router._front.connections:
+                connection.transport.abort()
+        see_head(exchange, head)
+
+    monkeypatch.setattr(ShortExchange, "on_head", lose_the_client)
+    async with scripted(tmp_path, scripted_pool("alpha"), answerer=engine) as router:
+        async with router.raw() as client:
+            await ask(router, client, "alpha")
+            assert (await client.answer()).status == 200
+            await ask(router, client, "alpha", which="last")
+            async with asyncio.timeout(5):
+                await let_go.wait()
+        await router.wait_for_log("request", count=2)
+        assert [line["outcome"] for line in router.log_lines("request")] == [
+            "served",
+            "client_gone",
+        ]

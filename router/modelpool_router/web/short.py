@@ -287,7 +287,10 @@ class ShortExchange:
     def on_body(self, pieces: Sequence[bytes], framed: bytes | None, *, last: bool) -> None:
         """Send the answer, whole as it is."""
         answer, client = self._answer, self._client
-        assert answer is not None and last
+        if answer is None:
+            self.upstream.abort()  # the general way had nobody to pass it on to
+            return
+        assert last
         now = self._first_byte_at = self._way.loop.time()
         self.lease.moved_at = now
         transport = client.transport
