@@ -54,6 +54,10 @@ simulate-deployments: $(VENV)/.made-test ## Live 2,000 random lives of a ModelDe
 guards: $(VENV)/.made-test ## Take away every guard of replacing replicas and see a scenario miss it
 	$(BIN)/python tests/support/mdep_mutants.py $(ARGS)
 
+.PHONY: model
+model: ## Search the model of who may move the slot, and its mutants (ARGS=--quick; needs spin, gcc)
+	@$(PYTHON) tests/model/run_model.py $(ARGS)
+
 .PHONY: test-llama
 test-llama: $(VENV)/.made-test ## The real llama-server with a real small model, where they are installed
 	$(BIN)/python -m pytest -m llama tests/llama $(ARGS)
