@@ -19,7 +19,6 @@ import mmap
 import os
 import re
 import threading
-from dataclasses import dataclass
 
 import msgspec
 
@@ -30,7 +29,7 @@ MAX_TOP_LEVEL_KEYS = 1024
 """Real bodies have some thirty; each costs a Python call, so a flood of them is refused early."""
 
 _SHORT = 16 * 1024  # so that the names of one text are few
-_PIECE = 256 * 1024  # fits a second-level cache
+_PIECE = 64 * 1024  # fits a second-level cache, and below what glibc maps anew each time
 _SPACE = rb"[ \t\r\n]*"
 
 
@@ -50,8 +49,7 @@ class NotAnObject(ValueError):
     """Valid JSON, but a list or a scalar."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """Raw values of the two top-level names that matter here; None where absent."""
 
     model: msgspec.Raw | None
@@ -129,11 +127,10 @@ def top_level(text: Text) -> Wanted:
         DuplicateKey: any name twice at the top level.
         NotAnObject: valid, but no object.
     """
+    short = _short_top_level(text) if len(text) <= _SHORT else None
+    if short is not None:
+        return short
     _check_pieces(text)
-    if len(text) <= _SHORT:
-        short = _short_top_level(text)
-        if short is not None:
-            return short
     _seen.restart()
     try:
         found = _names.decode(text)
@@ -163,17 +160,24 @@ def _short_top_level(text: Text) -> Wanted | None:
     a byte or two for each. Any blank, any escape in a name and any second value of a name makes
     the text longer than what the dictionary accounts for; so if it is just as long, there is none.
     """
+    if not isinstance(text, bytes):
+        return None
+    if not text.isascii():
+        try:
+            codecs.utf_8_decode(text)
+        except UnicodeDecodeError:
+            return None
+    classes = text.translate(_CLASSES)
+    if b"0e" in classes or _SOME_DIGITS in classes:
+        return None  # a number may be out of range
     try:
         found = _ordered.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return None  # the long way says what is wrong
     if len(found) > MAX_TOP_LEVEL_KEYS:
         return None
-    accounted = 1 + 4 * len(found)  # {, and for each: two quotes, a colon, a comma or }
-    for name, value in found.items():
-        if not name.isascii():
-            return None
-        accounted += len(name) + memoryview(value).nbytes
+    # {, and for each two quotes, a colon, and a comma or }
+    accounted = 1 + 4 * len(found) + len("".join(found)) + len(b"".join(found.values()))
     if accounted != len(text):
         return None
     return Wanted(model=found.get("model"), stream=found.get("stream"))
@@ -217,8 +221,8 @@ def _check_grammar(text: Text) -> None:
 # --- pieces: UTF-8, and numbers -------------------------------------------------------------------
 
 # Can a number overflow a double? Only with an exponent of three digits or more, or with two
-# hundred digits. Digits and points become "0", so that three plain searches find every candidate,
-# at memory speed and without looking at quotes; candidates are rare, and looked at closely.
+# hundred digits. Digits and points become "0", so that three plain searches find every candidate;
+# candidates are rare, and looked at closely.
 _CLASSES = bytes(
     0x30 if c in b"0123456789." else 0x65 if c in b"eE" else 0x2B if c == 0x2B else 0x20
     for c in range(256)
@@ -230,38 +234,88 @@ _OVERLAP = 256
 _NUMBER_BYTES = b"0123456789.+-eE"
 _NUMBER_REACH = 320
 _MAX_CLOSE_LOOKS = 2000
+_LOOK_BACK = 1024
+_MAX_QUOTES = 20_000
+"""Each costs a step in Python; a text with more strings is searched as a whole."""
 
 
 def _check_pieces(text: Text) -> None:
-    size = len(text)
-    at = 0
-    looks = 0
-    suspicious = False
+    _check_utf8(text)
+    outside = _outside_strings(text) if isinstance(text, bytes) else None
+    if _is_suspicious(text if outside is None else outside) and _overflows(text):
+        raise NotJson("it contains a number out of range")
+
+
+def _check_utf8(text: Text) -> None:
+    if isinstance(text, bytes) and text.isascii():
+        return
+    size, at = len(text), 0
+    while at < size:
+        piece = bytes(text[at : at + _PIECE])
+        if piece.isascii():
+            at += len(piece)
+            continue
+        try:
+            _, used = codecs.utf_8_decode(piece, "strict", at + len(piece) >= size)
+        except UnicodeDecodeError:
+            raise NotJson("it is not valid UTF-8") from None
+        at += used
+
+
+def _outside_strings(text: bytes) -> bytes | None:
+    """
+    Return what stands outside of strings, if the text is JSON; None if it is much, or many runs.
+
+    A big text is mostly strings, and numbers are only outside. Quotes are found at memory speed.
+    """
+    outside = bytearray()
+    at, inside = 0, False
+    for _ in range(_MAX_QUOTES):
+        quote = text.find(b'"', at)
+        if not inside:
+            outside += text[at : quote + 1] if quote >= 0 else text[at:]
+            inside = True
+        elif quote >= 0 and not (text[quote - 1] == 0x5C and _is_escaped(text, quote)):
+            inside = False
+        if quote < 0:
+            return bytes(outside)
+        if len(outside) > _PIECE:
+            break
+        at = quote + 1
+    return None
+
+
+def _is_escaped(text: bytes, at: int) -> bool:
+    """Tell whether the quote at *at*, inside a string, is part of it."""
+    run = 0
+    while True:
+        piece = text[max(0, at - run - _LOOK_BACK) : at - run]
+        more = len(piece) - len(piece.rstrip(b"\\"))
+        run += more
+        if more < _LOOK_BACK:
+            return run % 2 == 1
+
+
+def _is_suspicious(text: Text) -> bool:
+    """Tell whether there might be a number out of range."""
+    size, at, looks = len(text), 0, 0
     tail = b""
     while at < size:
         piece = bytes(text[at : at + _PIECE])
-        if not piece.isascii():
-            try:
-                _, used = codecs.utf_8_decode(piece, "strict", at + len(piece) >= size)
-            except UnicodeDecodeError:
-                raise NotJson("it is not valid UTF-8") from None
-            piece = piece[:used]
-        if not suspicious:
-            classes = (tail + piece if tail else piece).translate(_CLASSES)
-            start = at - len(tail)
-            # nearly always there is neither an exponent nor a long run of digits
-            odd = b"0e" in classes or _SOME_DIGITS in classes
-            for needle in _CANDIDATES if odd else ():
-                found = classes.find(needle)
-                while found >= 0 and not suspicious:
-                    looks += 1
-                    suspicious = looks > _MAX_CLOSE_LOOKS or _may_overflow(text, start + found)
-                    found = classes.find(needle, found + len(needle))
-            if at + len(piece) < size:
-                tail = piece[-_OVERLAP:]
+        classes = (tail + piece).translate(_CLASSES)
+        start = at - len(tail)
+        # nearly always there is neither an exponent nor a long run of digits
+        odd = b"0e" in classes or _SOME_DIGITS in classes
+        for needle in _CANDIDATES if odd else ():
+            found = classes.find(needle)
+            while found >= 0:
+                looks += 1
+                if looks > _MAX_CLOSE_LOOKS or _may_overflow(text, start + found):
+                    return True
+                found = classes.find(needle, found + len(needle))
+        tail = piece[-_OVERLAP:]
         at += len(piece)
-    if suspicious and _overflows(text):
-        raise NotJson("it contains a number out of range")
+    return False
 
 
 def _may_overflow(text: Text, at: int) -> bool:

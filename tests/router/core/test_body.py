@@ -368,3 +368,37 @@ def test_the_short_way_to_the_top_level_finds_what_the_long_one_does(
 def test_an_ordinary_body_takes_the_short_way() -> None:
     for body in (b'{"model":"m","stream":true,"messages":[]}', b'{"model":"\xc3\xa9"}'):
         assert jsontext._short_top_level(body) is not None
+
+
+_tokens = st.lists(
+    st.sampled_from(
+        ['"', "\\", "\\\\", '\\"', "1e999", "1E+400", "9" * 210, "1.5", ",", "[", "x", " "]
+    ),
+    max_size=30,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(_tokens, _tokens)
+@example(["\\" * 3000, '"', "1e999"], [])
+@example(["\\" * 1024], ["1e999"])
+def test_numbers_are_told_from_strings_like_in_any_other_way(
+    inside: list[str], outside: list[str]
+) -> None:
+    """A number out of range is refused where it is one, and passes inside of a string."""
+    text = f'{{"model":"m","a":{json.dumps("".join(inside))},"b":["{"".join(inside)}",1]}}'
+    for raw in (text, text + "".join(outside), f'["{"".join(outside)}",{"".join(inside)}]'):
+        data = raw.encode()
+        with tempfile.TemporaryFile() as file:
+            file.write(data)
+            file.flush()
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                assert decided(data) == decided(mapped), "whole bytes and a mapped file"
+
+
+def decided(data: Any) -> BodyFacts | str:
+    """Return what `inspect_json` finds, or the code of its refusal."""
+    try:
+        return inspect_json(data)
+    except BadBody as error:
+        return error.code
