@@ -33,7 +33,7 @@ from native import Natives, build
 from run import upstream
 
 REQUESTS, MORE_REQUESTS = 100, 300
-STREAMS, EVENTS, MORE_EVENTS = 20, 20, 120
+STREAMS, EVENTS, MORE_EVENTS = 20, 20, 220
 CONNECTIONS = 4
 
 
@@ -100,7 +100,7 @@ def _counted(measure: Callable[[Callable[[], None]], int], drive: Drive) -> Coun
     short = bodies.chat(KIB)
 
     def stream(events: int) -> bytes:
-        return bodies.chat(KIB, stream=True, events=events, every_us=5_000)
+        return bodies.chat(KIB, stream=True, events=events, every_us=2_000)
 
     drive(2 * CONNECTIONS, short)
     drive(2 * CONNECTIONS, stream(EVENTS), "-s")

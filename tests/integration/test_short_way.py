@@ -405,3 +405,77 @@ async def test_what_a_head_means_is_looked_up_again_after_a_change(
             assert await router.reload()
             assert await ask("alpha") == 401
         assert router.runtime().name == PoolName("gpu0")
+
+
+# --- bodies that come later than their heads ------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuts", [1, 2, 5])
+async def test_a_body_behind_its_head_takes_the_short_way(
+    tmp_path: Path, taken: list[ShortExchange], cuts: int
+) -> None:
+    """As most clients send it: the head alone, the body in one packet or a few."""
+    async with ready(tmp_path) as (_, engine, client):
+        for pad in (0, 300, 100_000):
+            raw = post("alpha", pad)
+            at = raw.index(b"\r\n\r\n") + 4
+            step = max(1, -(-(len(raw) - at) // cuts))
+            for begin, end in [(0, at), *((b, b + step) for b in range(at, len(raw), step))]:
+                await client.send(raw[begin:end])
+                await asyncio.sleep(0.002)
+            assert (await client.answer()).json() == {"n": len(engine.seen)}
+            assert json.loads(engine.seen[-1].body)["pad"] == "x" * pad
+        await client.send(post()[:-3])
+        await asyncio.sleep(0.002)
+        await client.send(post()[-3:] + post("alpha", 7) + post("alpha", 8))
+        assert [(await client.answer()).json()["n"] for _ in range(3)] == [5, 6, 7]
+        assert len(taken) == 6
+
+
+async def test_a_slow_body_is_waited_for_within_its_limits(
+    tmp_path: Path, taken: list[ShortExchange]
+) -> None:
+    async with ready(tmp_path, bodyStall="2s") as (router, engine, client):
+        raw = post()
+        await client.send(raw[:-4])
+        await settled(router, lambda: bool(router.router._data_port.active), "a waiting handler")
+        await client.send(raw[-4:])
+        assert (await client.answer()).status == 200
+        await client.send(raw[:-4])
+        got = await client.answer()
+        assert (got.status, got.closing) == (408, True)
+        assert got.json()["error"]["code"] == "request_timeout"
+        assert (len(taken), len(engine.seen)) == (0, 2)
+
+
+async def test_who_is_refused_by_the_head_is_refused_at_once(
+    tmp_path: Path, taken: list[ShortExchange]
+) -> None:
+    """No byte of the body is waited for."""
+    keys = tmp_path / "client-keys.txt"
+    keys.write_text("one: sk-one\n")
+    pool = scripted_pool("alpha")
+    limits = {"keys": {"file": str(keys)}, "maxBodyBytes": 100}
+    async with scripted(tmp_path, pool, answerer=Engine(), **limits) as router:
+        for fields, body, status in (
+            ((b"Authorization: Bearer sk-two",), 0, 401),
+            ((b"Authorization: Bearer sk-one",), 100, 413),
+        ):
+            raw = post("alpha", body, *fields)
+            async with router.raw() as client:
+                await client.send(raw[: raw.index(b"\r\n\r\n") + 4])
+                got = await client.answer()
+                assert (got.status, got.closing) == (status, True)
+            async with router.raw() as client:
+                await client.send(raw)
+                assert (await client.answer()).status == status
+        assert not taken
+
+
+async def test_a_client_that_leaves_in_its_body(tmp_path: Path, taken: list[ShortExchange]) -> None:
+    async with ready(tmp_path) as (router, engine, client):
+        await client.send(post()[:-3])
+        await asyncio.sleep(0.002)
+        client.close()
+        await settled(router, lambda: not router.router._front.connections, "no connection")
+        assert (len(taken), len(engine.seen)) == (0, 1)

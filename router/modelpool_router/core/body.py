@@ -7,8 +7,6 @@ checked to be JSON that all parsers read alike (`jsontext`) and forwarded byte f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from . import jsontext, multipart
@@ -46,8 +44,7 @@ class BadBody(ValueError):
         self.param = param
 
 
-@dataclass(frozen=True, slots=True)
-class BodyFacts:
+class BodyFacts(msgspec.Struct, frozen=True):
     """What a body asks for. *model* is None only where a path does not need one."""
 
     model: str | None

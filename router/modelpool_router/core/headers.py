@@ -138,11 +138,13 @@ class Stencil:
     not be read again.
     """
 
-    __slots__ = ("_after", "_before", "end", "length")
+    __slots__ = ("_after", "_after_size", "_before", "_hole", "end", "length")
 
     def __init__(self, before: bytes, after: bytes) -> None:
         self._before = before
+        self._hole = len(before)
         self._after = after
+        self._after_size = len(after)
         self.length = 0
         self.end = 0
 
@@ -158,18 +160,16 @@ class Stencil:
 
     def fits(self, data: bytes) -> bool:
         """Say whether *data* begins with such a head; `length` and `end` tell the rest then."""
-        before, after = self._before, self._after
-        if not data.startswith(before):
+        hole = self._hole
+        stop = data.find(b"\r", hole, hole + 17)
+        # (where there is none, *stop* is -1, and nothing so near the end is as long as a head)
+        if not data.startswith(self._before) or not data.startswith(self._after, stop):
             return False
-        at = len(before)
-        stop = data.find(b"\r\n", at, at + 17)
-        if stop < 0 or not data.startswith(after, stop):
-            return False
-        digits = data[at:stop]
+        digits = data[hole:stop]
         if not digits.isdigit():
             return False
         self.length = int(digits)
-        self.end = stop + len(after)
+        self.end = stop + self._after_size
         return True
 
 
@@ -207,9 +207,8 @@ def request_head(
             raise ValueError("the configured upstream credential does not fit into a header line")
         lines.append(b"%b: %b\r\n" % credential)
     size = body_size if body_size or method not in ("GET", "HEAD") else None
-    return assembled_head(
-        request_line(method, target, authority), b"".join(lines), request_id, size
-    )
+    start = request_line(method, target, authority) + b"".join(lines)
+    return assembled_head(start, header_text(request_id), size)
 
 
 def allowed_lines(client_fields: Iterable[Field], *, plain_answer: bool = False) -> list[bytes]:
@@ -239,16 +238,18 @@ def allowed_lines(client_fields: Iterable[Field], *, plain_answer: bool = False)
     return lines
 
 
-def assembled_head(line: bytes, lines: bytes, request_id: str, body_size: int | None) -> bytes:
-    """Return a whole head of `request_line`, `allowed_lines` and what is ours to say."""
+def assembled_head(start: bytes, request_id: bytes, body_size: int | None) -> bytes:
+    """
+    Return a whole head.
+
+    Args:
+        start: `request_line`, then `allowed_lines`.
+        request_id: Fit for a line, see `header_text`.
+        body_size: Left out when None.
+    """
     if body_size is None:
-        return b"%b%bX-Request-Id: %b\r\n\r\n" % (line, lines, header_text(request_id))
-    return b"%b%bX-Request-Id: %b\r\nContent-Length: %d\r\n\r\n" % (
-        line,
-        lines,
-        header_text(request_id),
-        body_size,
-    )
+        return b"%bX-Request-Id: %b\r\n\r\n" % (start, request_id)
+    return b"%bX-Request-Id: %b\r\nContent-Length: %d\r\n\r\n" % (start, request_id, body_size)
 
 
 @lru_cache(maxsize=256)
@@ -456,6 +457,28 @@ def answer_head(
         parts.append(b"Content-Length: %d\r\n" % head.length)
     parts.append(b"Connection: close\r\n\r\n" if close else b"\r\n")
     return b"".join(parts)
+
+
+def whole_answer_head(head: AnswerHead, *, request_id: bytes, member: bytes, close: bool) -> bytes:
+    """
+    Build what `answer_head` does for an answer with a length to a request that was not held.
+
+    Args:
+        request_id, member: Fit for a line, see `header_text`.
+    """
+    assert head.length is not None
+    return (
+        b"%bx-request-id: %b\r\nrequest-id: %b\r\nx-modelpool-member: %b\r\n"
+        b"x-modelpool-held-ms: 0\r\nContent-Length: %d\r\n%b"
+        % (
+            head.lines,
+            request_id,
+            request_id,
+            member,
+            head.length,
+            b"Connection: close\r\n\r\n" if close else b"\r\n",
+        )
+    )
 
 
 def stream_head(framing: Framing, *, ids: ExchangeIds, member: str, close: bool) -> bytes:

@@ -115,12 +115,15 @@ class Scheduler(Lending):
                 self._calm = self._is_calm()
                 return out
 
-    def lends(self, member: MemberName) -> bool:
-        """Whether an `Arrived` for *member* would be granted, and would change nothing else."""
-        return self._calm and member == self._up and self._lent < self._parallel_of(member)
+    def lend(self, ticket: Ticket, member: MemberName, key: str | None, now: float) -> Epoch | None:
+        """
+        Do what `Arrived` would lead to where that is no more than a grant.
 
-    def lend(self, ticket: Ticket, member: MemberName, key: str | None, now: float) -> Epoch:
-        """Do what `Arrived` would lead to where it `lends`; return the epoch of the lease."""
+        Returns:
+            The epoch of the lease; None, and nothing was done, if more would have to be thought of.
+        """
+        if not self._calm or member != self._up or self._lent >= self._parallel_of(member):
+            return None
         self._leases[ticket] = Lease(Hold(ticket, member, now, now, key), self._epoch, now)
         self._lent += 1
         self._served += 1
@@ -129,9 +132,13 @@ class Scheduler(Lending):
 
     def take_back(self, ticket: Ticket, now: float) -> bool:
         """Do what `Finished` would lead to while nothing is going on; False if something is."""
-        if self._calm:
-            self._end_lease(ticket, now)
-        return self._calm
+        if not self._calm:
+            return False
+        lease = self._leases.pop(ticket, None)
+        if lease is not None and lease.epoch == self._epoch:
+            self._lent -= 1
+            self._last_answer_at = now
+        return True
 
     def _handle_calmly(self, event: Event, now: float) -> bool:
         """Lend or take back without further thought; False if this event needs one."""

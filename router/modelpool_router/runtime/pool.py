@@ -158,17 +158,19 @@ class PoolRuntime:
         ticket = Ticket(next(self._tickets))
         return LeaseScope(self, Arrived(ticket, member, deadline, key))
 
-    def lends(self, member: MemberName) -> bool:
-        """Whether `lend` would succeed: the resident is free, and nothing is going on."""
-        return not self._handling and self._scheduler.lends(member)
+    def lend(self, member: MemberName, key: str | None) -> Lease | None:
+        """
+        Lend the resident if it is free and nothing is going on; None, and nothing was done, if not.
 
-    def lend(self, member: MemberName, key: str | None) -> Lease:
-        """Lend the resident at once, where it `lends`; `take_back` or `scope_of` has to follow."""
+        `take_back` or `scope_of` has to follow.
+        """
         now = self.loop.time()
         if now > self._now:
             self._now = now
         ticket = Ticket(next(self._tickets))
-        epoch = self._scheduler.lend(ticket, member, key, self._now)
+        epoch = None if self._handling else self._scheduler.lend(ticket, member, key, self._now)
+        if epoch is None:
+            return None
         lease = Lease(self, ticket, member, self.endpoints[member], now, epoch)
         self.waiters[ticket] = Waiter("", Grant(ticket, member, epoch), None, None, lease)
         return lease

@@ -141,12 +141,14 @@ class Metrics:
         self._requests[key] = count + 1
         if held_s is not None:
             hold = self._holds.get((pool, member, outcome))
-            if hold is not None:
-                hold.observe(held_s)
+            if hold is not None:  # (`observe`, without the call)
+                hold.counts[bisect_left(hold.bounds, held_s)] += 1
+                hold.total += held_s
         if ttfb_s is not None:
             first_byte = self._first_bytes.get((pool, member))
             if first_byte is not None:
-                first_byte.observe(ttfb_s)
+                first_byte.counts[bisect_left(first_byte.bounds, ttfb_s)] += 1
+                first_byte.total += ttfb_s
         if label == "swap_budget_exceeded":
             self._add(f.BUDGET_EXCEEDED, pool, member)
 

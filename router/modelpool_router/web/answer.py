@@ -7,6 +7,7 @@ bodies; bodies with a length are counted; the rest end with the connection.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -21,6 +22,7 @@ from ..core.headers import (
     parse_answer_head,
 )
 
+_is_hex: Final = re.compile(rb"[0-9A-Fa-f]{1,8}").fullmatch
 MAX_INTERIM_ANSWERS: Final = 16
 """100, 102 and 103 answers ignored before the real one; more is a fault."""
 
@@ -28,41 +30,11 @@ MAX_INTERIM_ANSWERS: Final = 16
 class KnownHead:
     """What an upstream's answers on one connection begin with, Content-Length apart."""
 
-    __slots__ = ("_head", "_stencil", "end")
+    __slots__ = ("head", "stencil")
 
     def __init__(self) -> None:
-        self._stencil: Stencil | None = None
-        self._head: AnswerHead | None = None
-        self.end = 0
-
-    def fits(self, data: bytes) -> bool:
-        """Say whether *data* begins with such a head, up to `end`."""
-        stencil = self._stencil
-        if stencil is None or not stencil.fits(data):
-            return False
-        self.end = stencil.end
-        return True
-
-    def read(self) -> AnswerHead:
-        """Return the head that fitted."""
-        head, stencil = self._head, self._stencil
-        assert head is not None and stencil is not None
-        return AnswerHead(
-            head.status,
-            head.reason,
-            head.fields,
-            head.lines,
-            head.framing,
-            stencil.length,
-            head.keep_alive,
-            head.event_stream,
-            head.encoded,
-        )
-
-    def learn(self, raw: bytes, head: AnswerHead) -> None:
-        """Remember a head whose body has a length, for an answer to a request with a body."""
-        assert head.length is not None
-        self._stencil, self._head = Stencil.of(raw, head.length), head
+        self.stencil: Stencil | None = None
+        self.head: AnswerHead | None = None
 
 
 class AnswerReader:
@@ -77,21 +49,23 @@ class AnswerReader:
         ended: The answer is complete.
     """
 
+    # Made for every answer: what most of them never touch is not set each time.
+    head: AnswerHead | None = None
+    pieces: Sequence[bytes] = ()
+    framed: bytes | None = None
+    ended = False
+    _buffer = b""
+    _interim = 0
+    _left = 0
+    _parser: httptools.HttpResponseParser | None = None
+    _between_chunks = True
+    _in_chunk = False
+    _last_byte = b""
+    _collected: list[bytes]
+
     def __init__(self, method: str, known: KnownHead | None = None) -> None:
-        self.head: AnswerHead | None = None
-        self.pieces: Sequence[bytes] = ()
-        self.framed: bytes | None = None
-        self.ended = False
         self._method = method
         self._known = known
-        self._buffer = b""
-        self._interim = 0
-        self._left = 0
-        self._parser: httptools.HttpResponseParser | None = None
-        self._between_chunks = True
-        self._in_chunk = False
-        self._last_byte = b""
-        self._collected: list[bytes] = []
 
     def feed(self, data: bytes) -> bool:
         """
@@ -106,6 +80,11 @@ class AnswerReader:
         """
         try:
             if self.head is None:
+                known = self._known
+                if known is not None and known.stencil is not None and not self._buffer:
+                    if known.stencil.fits(data):
+                        self._feed_known(data, known, known.stencil)
+                        return True
                 rest = self._feed_head(data)
                 if rest is None:
                     return False
@@ -145,12 +124,6 @@ class AnswerReader:
 
     def _feed_head(self, data: bytes) -> bytes | None:
         """Return what follows the final answer's head, or None while that is incomplete."""
-        known = self._known
-        if known is not None and not self._buffer and known.fits(data):
-            head = self.head = known.read()
-            assert head.length is not None
-            self._left = head.length
-            return data[known.end :]
         # the last three bytes of what was there before may begin the blank line
         search_from = max(0, len(self._buffer) - 3)
         data = self._buffer + data if self._buffer else data
@@ -174,11 +147,35 @@ class AnswerReader:
             self._parser = httptools.HttpResponseParser(self)
             self._parser.feed_data(raw)
         self.head = head
+        known = self._known
         if known is not None and head.framing is Framing.LENGTH:
-            known.learn(raw, head)
+            assert head.length is not None
+            known.stencil, known.head = Stencil.of(raw, head.length), head
         self._left = head.length or 0
         self._buffer = b""
         return data
+
+    def _feed_known(self, data: bytes, known: KnownHead, stencil: Stencil) -> None:
+        """Take a head that differs from the last one in its length alone, and what follows it."""
+        last, length = known.head, stencil.length
+        assert last is not None
+        self.head = AnswerHead(
+            last.status,
+            last.reason,
+            last.fields,
+            last.lines,
+            last.framing,
+            length,
+            last.keep_alive,
+            last.event_stream,
+            last.encoded,
+        )
+        body = data[stencil.end :]
+        self._left = length - len(body)
+        if self._left < 0:
+            raise BadHead("bytes follow its end")
+        self.ended = not self._left
+        self.pieces = (body,) if body else ()
 
     def _feed_body(self, data: bytes) -> None:
         assert self.head is not None
@@ -200,6 +197,8 @@ class AnswerReader:
     def _feed_chunks(self, data: bytes) -> None:
         self.pieces, self.framed = (), None
         if not data:
+            return
+        if self._between_chunks and self._feed_whole_chunks(data):
             return
         parser = self._parser
         assert parser is not None
@@ -226,3 +225,32 @@ class AnswerReader:
             # a last chunk with trailers is framed anew, so that they are not passed on
             plain = not self.ended or data == b"0\r\n\r\n" or data.endswith(b"\r\n0\r\n\r\n")
             self.framed = data if plain else None
+
+    def _feed_whole_chunks(self, data: bytes) -> bool:
+        """
+        Take *data* if it is nothing but whole chunks, written in the plainest way.
+
+        Engines write an event as a chunk, so it nearly always is. The parser does not see them:
+        where it is, a chunk begins, as before. False when nothing was taken.
+        """
+        pieces: list[bytes] = []
+        at, size = 0, len(data)
+        while at < size:
+            begin = data.find(b"\r\n", at, at + 10) + 2
+            digits = data[at : begin - 2]
+            if begin < 2 or not _is_hex(digits):
+                return False
+            length = int(digits, 16)
+            end = begin + length
+            if data[end : end + 2] != b"\r\n":
+                return False
+            at = end + 2
+            if not length:
+                if at != size:
+                    return False
+                self.ended = True
+                break
+            pieces.append(data[begin:end])
+        self.pieces, self.framed = pieces, data
+        self._last_byte = b"\n"
+        return True

@@ -100,20 +100,16 @@ class KeyRing:
 class Keys:
     """The ring in force, and the question that every request is asked."""
 
-    __slots__ = ("_ring",)
+    __slots__ = ("ring",)
 
     def __init__(self, ring: KeyRing | None = None) -> None:
-        self._ring = ring if ring is not None and len(ring) else None
-
-    @property
-    def ring(self) -> KeyRing | None:
-        """Which keys are in force; another object after each `reload`."""
-        return self._ring
+        self.ring = ring if ring is not None and len(ring) else None
+        """Which keys are in force; another object after each `reload`, None = everybody may."""
 
     @property
     def required(self) -> bool:
         """False when everybody may call."""
-        return self._ring is not None
+        return self.ring is not None
 
     def reload(self, text: str | None) -> None:
         """
@@ -122,7 +118,7 @@ class Keys:
         Raises:
             BadKeys: nothing was changed.
         """
-        self._ring = None if text is None else KeyRing.parse(text)
+        self.ring = None if text is None else KeyRing.parse(text)
 
     def identify(self, headers: Fields) -> Caller:
         """
@@ -131,11 +127,11 @@ class Keys:
         Raises:
             ApiError: 401 ``invalid_api_key``: none, a wrong one, or two that differ.
         """
-        if self._ring is None:
+        if self.ring is None:
             return ANYBODY
         presented = _presented(headers)
         if len(presented) == 1:
-            caller = self._ring.find(presented.pop())
+            caller = self.ring.find(presented.pop())
             if caller is not None:
                 return caller
         raise ApiError.of(

@@ -237,8 +237,7 @@ class Exchange:
             if not self._accept(b"".join(seen), complete=last):
                 return
             pieces, framed = seen, None
-        self._sink.write_body(pieces, framed, last=last)
-        if self._sink.gone:
+        if not self._sink.write_body(pieces, framed, last=last):
             self._end("client_gone", "client_gone")
         elif last:
             self._end("served", None)

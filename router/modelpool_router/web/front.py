@@ -39,6 +39,8 @@ MAX_BACKLOG: Final = 64 * 1024
 _MAX_HEAD: Final = 8 * 1024
 _MAX_FIELDS: Final = 100
 _BODY_LIMIT: Final = 64 * 1024  # as aiohttp: twice this much may wait to be read
+_COLLECTED: Final = 2 * _BODY_LIMIT
+_COLLECT_S: Final = 0.25
 _LINES_KEPT: Final = 1024
 _LINE_KEPT: Final = 128
 
@@ -81,16 +83,9 @@ class PlainHead:
         self.length = length
         """Of the body."""
         self.stencil: Stencil | None = None
+        """What the client's next head mostly fits into; *length* and *end* are then set anew."""
         self.facts: Facts | None = None
         """What the short way knows of it."""
-
-    def recurs(self, data: bytes) -> bool:
-        """Say whether *data* begins with the same head; then *end* and *length* are of this one."""
-        stencil = self.stencil
-        if stencil is None or not stencil.fits(data):
-            return False
-        self.length, self.end = stencil.length, stencil.end
-        return True
 
 
 def read_head(data: bytes) -> PlainHead | None:
@@ -238,6 +233,7 @@ class OwnConnection(BaseProtocol):
 
     __slots__ = (
         "_backlog",
+        "_collected",
         "_deaf",
         "_head",
         "_missing",
@@ -246,14 +242,18 @@ class OwnConnection(BaseProtocol):
         "_since",
         "_stream",
         "_idle_limit",
+        "ids",
     )
 
     def __init__(self, server: FrontServer, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         self._upgraded = True  # for the base: there is no parser that has to be paused
         self._server = server
+        self.ids = server.ids
+        """Ids for requests that bring none."""
         self._running: _Steps | _Task | ShortExchange | None = None
         self._stream: StreamReader | None = None
+        self._collected: list[bytes] = []  # of a body that will be here in a moment
         self._missing = 0  # bytes of the body that is being received
         self._backlog = b""
         self._head: PlainHead | None = None
@@ -275,7 +275,7 @@ class OwnConnection(BaseProtocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._server.unwatch(self)
         super().connection_lost(exc)
-        self._backlog = b""
+        self._backlog, self._collected = b"", []
         if self._running is None:
             self._server.own.discard(self)
             return
@@ -289,8 +289,8 @@ class OwnConnection(BaseProtocol):
         return self._server.draining or (self._deaf and not self._has_whole_request())
 
     def close_if_idle(self) -> None:
-        """Close now unless a request is under way."""
-        if self._running is None:
+        """Close now unless a request is under way, or its body is on its way."""
+        if self._running is None and not self._collected:
             self.force_close()
 
     def close(self) -> None:
@@ -315,6 +315,11 @@ class OwnConnection(BaseProtocol):
 
     def overdue(self) -> None:
         """React to the end of a time limit; looked at late, so that requests do not pay for it."""
+        if self._collected:
+            # It takes longer: let who keeps the time limits of bodies wait for it.
+            received, self._collected = b"".join(self._collected), []
+            assert self._head is not None
+            self._answer_stream(self._head, received)
         left = self._since + self._idle_limit - self._loop.time()
         if self._running is None and left <= 0:
             self.force_close()
@@ -347,7 +352,15 @@ class OwnConnection(BaseProtocol):
         stream = self._stream
         mine = data if len(data) <= self._missing else data[: self._missing]
         self._missing -= len(mine)
-        if stream is not None:
+        if self._collected:
+            self._collected.append(mine)
+            if not self._missing:
+                body, self._collected = b"".join(self._collected), []
+                self._backlog = data[len(mine) :]
+                assert self._head is not None
+                self._answer_whole(self._head, body)
+                return b""
+        elif stream is not None:
             stream.feed_data(mine)
             if not self._missing:
                 self._stream = None
@@ -361,7 +374,9 @@ class OwnConnection(BaseProtocol):
     def _begin(self, data: bytes) -> None:
         """Answer the request at the beginning of *data*, or leave the connection to aiohttp."""
         head = self._head
-        if head is None or not head.recurs(data):
+        if head is not None and head.stencil is not None and head.stencil.fits(data):
+            head.length, head.end = head.stencil.length, head.stencil.end
+        else:
             head = read_head(data)
             if head is None:
                 self._hand_over(data)
@@ -372,34 +387,48 @@ class OwnConnection(BaseProtocol):
         whole = head.end + head.length
         if len(data) >= whole:
             self._backlog = data[whole:]
-            body = data[head.end : whole]
-            short = self._server.short
-            if short is not None and head.method == "POST" and not self._paused:
-                self._running = short.begin(self, head, body)
-                if self._running is not None:
-                    return
-            request = self.request_for(head, body, self.request_id_of(head))
-            self.go_on(request, self._server.answer(request))
+            self._answer_whole(head, data[head.end : whole])
             return
         self._backlog = b""
+        short = self._server.short
+        if short is not None and head.length <= _COLLECTED and short.expects(head):
+            # Most clients send head and body apart: the rest will be here in a moment.
+            self._collected = [data[head.end :]]
+            self._missing = whole - len(data)
+            self._head = head
+            self._server.watch(self, _COLLECT_S)
+            return
+        self._answer_stream(head, data[head.end :])
+
+    def _answer_stream(self, head: PlainHead, received: bytes) -> None:
+        """Answer a request whose body is still on its way."""
         self._stream = stream = StreamReader(self, _BODY_LIMIT, loop=self._loop)
         self._missing = head.length
         request = self._request(head, stream, self.request_id_of(head))
         self._running = _Task(self, request, self._server.answer(request), self._loop)
-        self._receive(data[head.end :])
+        self._receive(received)
+
+    def _answer_whole(self, head: PlainHead, body: bytes) -> None:
+        short = self._server.short
+        if short is not None and head.method == "POST" and not self._paused:
+            self._running = short.begin(self, head, body)
+            if self._running is not None:
+                return
+        request = self.request_for(head, body, self.request_id_of(head))
+        self.go_on(request, self._server.answer(request))
 
     def request_id_of(self, head: PlainHead) -> str:
         """Return the id that a request with this head asks for, or a new one."""
-        return wished_id(dict.get(head.fields, "x-request-id")) or self.next_id()
+        return wished_id(dict.get(head.fields, "x-request-id")) or next(self.ids)
 
-    def next_id(self) -> str:
-        """Return an id for a request that does not bring one."""
-        return next(self._server.ids)
+    @property
+    def has_cors(self) -> bool:
+        """Whether answers need `extra_fields`."""
+        return bool(self._server.options.cors.origins)
 
     def extra_fields(self, head: PlainHead) -> tuple[Field, ...]:
         """Return what else belongs into every answer to a request with this head."""
-        cors = self._server.options.cors
-        return extra_fields(cors.headers(head.fields)) if cors.origins else ()
+        return extra_fields(self._server.options.cors.headers(head.fields))
 
     def request_for(self, head: PlainHead, body: bytes, request_id: str) -> PlainRequest:
         """Return the request with this head and this body as handlers see it."""

@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
+import msgspec
 from aiohttp import web
 
 from ..core.body import BadBody, inspect_json
@@ -29,10 +30,13 @@ from ..core.headers import (
     answer_head,
     assembled_head,
     authority,
+    header_text,
     request_line,
+    whole_answer_head,
 )
 from ..core.paths import Kind, PathRule, find_path
 from ..core.spec import HoldLedger
+from ..drivers.base import Endpoint
 from ..runtime.leases import Lease
 from ..runtime.pool import PoolRuntime
 from ..runtime.pools import Pools
@@ -80,23 +84,29 @@ class Facts:
     """What a head means under a certain configuration, and under certain keys."""
 
     __slots__ = (
-        "caller", "limits", "lines", "name", "pool", "request_id", "ring", "route", "rule",
-        "surface", "usable",
+        "caller", "endpoint", "limits", "lines", "member", "name", "pool", "request_id", "ring",
+        "route", "rule", "start", "surface", "usable",
     )  # fmt: skip
+
+    # there if it is usable
+    rule: PathRule
+    caller: Caller
+    lines: bytes
+    request_id: str
+    # there if *name* is: of the model that was asked for last
+    route: Route
+    pool: PoolRuntime
+    limits: ForwardLimits
+    member: bytes
+    # there if *endpoint* is: of the life of the member that was asked last
+    start: bytes
 
     def __init__(self, surface: Surface, ring: object) -> None:
         self.surface = surface
         self.ring = ring
         self.usable = False
-        self.rule: PathRule | None = None
-        self.caller: Caller | None = None
-        self.lines = b""
-        self.request_id = ""
-        # of the model that was asked for last
         self.name: str | None = None
-        self.route: Route | None = None
-        self.pool: PoolRuntime | None = None
-        self.limits: ForwardLimits | None = None
+        self.endpoint: Endpoint | None = None
 
 
 class ShortWay:
@@ -122,15 +132,25 @@ class ShortWay:
         self._keys = keys
         self._is_watching = False
 
+    def expects(self, head: PlainHead) -> bool:
+        """Say whether a request with this head may go the short way once its body is here."""
+        facts = self._facts_of(head)
+        return facts.usable and head.length <= facts.surface.intake.max_body_bytes
+
+    def _facts_of(self, head: PlainHead) -> Facts:
+        surface, facts = self.general.surface, head.facts
+        if facts is None or facts.surface is not surface or facts.ring is not self._keys.ring:
+            facts = head.facts = self._understand(head, surface)
+        return facts
+
     def begin(
         self, connection: OwnConnection, head: PlainHead, body: bytes
     ) -> ShortExchange | None:
         """Send the request to its member; None when anything is unusual, and nothing was done."""
-        surface = self.general.surface
-        facts = head.facts
-        if facts is None or facts.surface is not surface or facts.ring is not self._keys.ring:
-            facts = head.facts = self._understand(head, surface)
-        if not facts.usable:
+        facts = self._facts_of(head)
+        surface = facts.surface
+        size = len(body)
+        if not facts.usable or size > surface.intake.max_body_bytes:
             return None
         try:
             wanted = inspect_json(body)
@@ -138,20 +158,43 @@ class ShortWay:
             return None
         if wanted.model != facts.name and not self._find(facts, wanted.model):
             return None
-        pool, route, rule, caller = facts.pool, facts.route, facts.rule, facts.caller
-        assert pool is not None and route is not None and rule is not None and caller is not None
-        if (wanted.stream and surface.keepalive is not None) or not pool.lends(route.member):
+        pool, member = facts.pool, facts.route.member
+        if wanted.stream and surface.keepalive is not None:
             return None
-        if not self.ledger.reserve_bytes(len(body)):
+        endpoint = pool.endpoints.get(member)
+        upstream = None if endpoint is None else self.client.take(endpoint)
+        if upstream is None or endpoint is None:
             return None
-        endpoint = pool.endpoints[route.member]
-        upstream = self.client.take(endpoint)
-        if upstream is None:
-            self.ledger.release_bytes(len(body))
+        lease = None
+        if self.ledger.reserve_bytes(size):
+            lease = pool.lend(member, facts.caller.key_id)
+            if lease is None:
+                self.ledger.release_bytes(size)
+        if lease is None:
+            self.client.give_back(upstream)
             return None
-        exchange = ShortExchange(self, connection, head, facts, body, wanted.stream)
-        exchange.upstream = upstream
-        lease = exchange.lease = pool.lend(route.member, caller.key_id)
+        if endpoint is not facts.endpoint:
+            facts.endpoint = endpoint
+            target = endpoint.base_path + facts.rule.upstream
+            line = request_line("POST", target, authority(endpoint.host, endpoint.port))
+            facts.start = line + facts.lines
+        now = lease.granted_at
+        request_id = facts.request_id or next(connection.ids)
+        exchange = ShortExchange(
+            self,
+            connection,
+            head,
+            facts,
+            body,
+            wanted.stream,
+            facts.name or "",
+            upstream,
+            lease,
+            now,
+            now + facts.limits.response_timeout_s,
+            request_id,
+            request_id.encode("ascii"),
+        )
         lease.on_break = exchange.break_off
         self.running.add(exchange)
         if not self._is_watching:
@@ -159,19 +202,7 @@ class ShortWay:
             self.client.sweep.add(self)
         self.general.active += 1
         upstream.begin(exchange, "POST")
-        upstream.write(
-            assembled_head(
-                request_line(
-                    "POST",
-                    endpoint.base_path + rule.upstream,
-                    authority(endpoint.host, endpoint.port),
-                ),
-                facts.lines,
-                exchange.request_id,
-                len(body),
-            )
-            + body
-        )
+        upstream.write(assembled_head(facts.start, exchange.raw_id, size) + body)
         upstream.request_sent = True
         return exchange
 
@@ -185,7 +216,6 @@ class ShortWay:
 
     def _understand(self, head: PlainHead, surface: Surface) -> Facts:
         facts = Facts(surface, self._keys.ring)
-        facts.request_id = wished_id(head.fields.get("x-request-id"))
         rule = find_path(head.path)
         kind = head.fields.get("content-type", "")[:19].lower()
         if rule is None or rule.kind is not Kind.INFERENCE or not rule.model_required:
@@ -197,13 +227,13 @@ class ShortWay:
         except ApiError:
             return facts
         facts.rule = rule
+        facts.request_id = wished_id(head.fields.get("x-request-id"))
         facts.lines = b"".join(allowed_lines(head.raw))
         facts.usable = True
         return facts
 
     def _find(self, facts: Facts, name: str | None) -> bool:
         """Note where requests for *name* go; False if it takes more than the short way."""
-        assert facts.caller is not None
         facts.name = None
         try:
             route = facts.surface.catalog.find(name or "", facts.caller.allowed)
@@ -216,59 +246,46 @@ class ShortWay:
             return False
         facts.name, facts.route, facts.pool = name, route, pool
         facts.limits = facts.surface.pools[route.pool].limits
+        facts.member = header_text(route.member)
+        facts.endpoint = None
         return True
 
 
-class ShortExchange:
+class ShortExchange(msgspec.Struct, eq=False):
     """One request on the short way: `Receiver` of its answer; what its connection is running."""
 
-    __slots__ = (
-        "_answer", "_body", "_client", "_ended", "_facts", "_first_byte_at", "_head", "_name",
-        "_since", "_stream", "_way", "deadline", "lease", "request_id", "upstream",
-    )  # fmt: skip
-
-    lease: Lease
+    way: ShortWay
+    client: OwnConnection
+    head: PlainHead
+    facts: Facts
+    body: bytes
+    stream: bool
+    name: str
     upstream: UpstreamConnection
-
-    def __init__(
-        self,
-        way: ShortWay,
-        client: OwnConnection,
-        head: PlainHead,
-        facts: Facts,
-        body: bytes,
-        stream: bool,
-    ) -> None:
-        assert facts.limits is not None and facts.name is not None
-        self._way = way
-        self._client = client
-        self._head = head
-        self._facts = facts
-        self._name = facts.name
-        self._body = body
-        self._stream = stream
-        self._answer: AnswerHead | None = None
-        self._ended: asyncio.Future[None] | None = None
-        self._since = way.loop.time()
-        self._first_byte_at = 0.0
-        self.deadline = self._since + facts.limits.response_timeout_s
-        self.request_id = facts.request_id or client.next_id()
+    lease: Lease
+    since: float
+    deadline: float
+    request_id: str
+    raw_id: bytes
+    answer: AnswerHead | None = None
+    first_byte_at: float = 0.0
+    over: asyncio.Future[None] | None = None
 
     # -- what the connection to the client runs --------------------------------------------------
 
     @property
     def ended(self) -> asyncio.Future[None]:
         """Done when this is over, or the general way goes on with it."""
-        if self._ended is None:
-            self._ended = self._way.loop.create_future()
-        return self._ended
+        if self.over is None:
+            self.over = self.way.loop.create_future()
+        return self.over
 
     def cancel(self) -> None:
         """The client left."""
-        if self in self._way.running:
+        if self in self.way.running:
             self.upstream.abort()
             self._close("client_gone", "client_gone", None, 0)
-            self._client.lost()
+            self.client.lost()
 
     # -- Receiver --------------------------------------------------------------------------------
 
@@ -278,20 +295,20 @@ class ShortExchange:
             head.framing is Framing.LENGTH
             and self.upstream.answer_is_whole
             and head.status != 503
-            and not self._client.writing_paused
+            and not self.client.writing_paused
         ):
-            self._answer = head
+            self.answer = head
         else:
             self._go_on(None)
 
     def on_body(self, pieces: Sequence[bytes], framed: bytes | None, *, last: bool) -> None:
         """Send the answer, whole as it is."""
-        answer, client = self._answer, self._client
+        answer, client = self.answer, self.client
         if answer is None:
             self.upstream.abort()  # the general way had nobody to pass it on to
             return
         assert last
-        now = self._first_byte_at = self._way.loop.time()
+        now = self.first_byte_at = self.way.loop.time()
         self.lease.moved_at = now
         transport = client.transport
         if transport is None or transport.is_closing():
@@ -299,20 +316,21 @@ class ShortExchange:
             client.lost()
             return
         ends = client.ends
-        data = answer_head(
-            answer,
-            Framing.LENGTH,
-            ids=ExchangeIds(self.request_id, client.extra_fields(self._head)),
-            member=self.lease.member,
-            held_ms=0,
-            close=ends,
-        )
+        if client.has_cors:
+            ids = ExchangeIds(self.request_id, client.extra_fields(self.head))
+            member = self.lease.member
+            data = answer_head(
+                answer, Framing.LENGTH, ids=ids, member=member, held_ms=0, close=ends
+            )
+        else:
+            data = whole_answer_head(
+                answer, request_id=self.raw_id, member=self.facts.member, close=ends
+            )
         if pieces:
             data += pieces[0]
         transport.write(data)
         if transport.get_write_buffer_size():
-            assert self._facts.limits is not None
-            watch_rest(transport, self._way.client.sweep, self._facts.limits.write_stall_s, now)
+            watch_rest(transport, self.way.client.sweep, self.facts.limits.write_stall_s, now)
         self._close("served", "", answer.status, len(data))
         client.settled(stays=not ends)
 
@@ -324,9 +342,8 @@ class ShortExchange:
 
     def overdue(self) -> None:
         """No answer came in time."""
-        assert self._facts.limits is not None
         self.upstream.abort()
-        self._go_on(UpstreamTimeout("sent no answer", self._facts.limits.response_timeout_s))
+        self._go_on(UpstreamTimeout("sent no answer", self.facts.limits.response_timeout_s))
 
     def break_off(self, reason: str) -> None:
         """The runtime ends the lease."""
@@ -336,39 +353,37 @@ class ShortExchange:
     # -- private ---------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        self._way.running.discard(self)
+        self.way.running.discard(self)
         self.lease.on_break = None
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(None)
+        if self.over is not None and not self.over.done():
+            self.over.set_result(None)
 
     def _close(self, outcome: str, code: str, status: int | None, sent_bytes: int) -> None:
         """Give back what was lent, and account for the request."""
-        way, facts = self._way, self._facts
+        way, facts = self.way, self.facts
         self._leave()
         self.lease.pool.take_back(self.lease)
-        way.ledger.release_bytes(len(self._body))
+        way.ledger.release_bytes(len(self.body))
         way.general.ended()
-        assert facts.route is not None and facts.caller is not None
         way.accountant.close_short(
             self.request_id,
             facts.route,
-            self._name,
+            self.name,
             facts.caller.key_id,
             outcome,
             code,
             status,
             sent_bytes,
-            self._since,
-            self._first_byte_at,
+            self.since,
+            self.first_byte_at,
         )
 
     def _go_on(self, error: ExchangeError | None) -> None:
         """Let the general way do the rest."""
-        way, facts, client = self._way, self._facts, self._client
+        way, facts, client = self.way, self.facts, self.client
         self._leave()
         way.general.ended()
-        assert facts.rule is not None and facts.caller is not None and facts.route is not None
-        request = client.request_for(self._head, self._body, self.request_id)
+        request = client.request_for(self.head, self.body, self.request_id)
         client.go_on(
             request,
             way.general.go_on(
@@ -376,15 +391,15 @@ class ShortExchange:
                 facts.rule,
                 facts.caller,
                 facts.route,
-                Body(way.ledger, len(self._body), data=self._body),
+                Body(way.ledger, len(self.body), data=self.body),
                 Begun(
-                    self._since,
+                    self.since,
                     self.lease.pool.scope_of(self.lease),
                     self.upstream,
                     error,
                     self.upstream.answered,
                 ),
-                name=self._name,
-                stream=self._stream,
+                name=self.name,
+                stream=self.stream,
             ),
         )

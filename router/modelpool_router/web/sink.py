@@ -109,7 +109,7 @@ class ClientSink:
         """Take the head; it goes out together with what follows it."""
         self._head, self.framing, self.event_stream = head, framing, event_stream
 
-    def write_body(self, pieces: Sequence[bytes], framed: bytes | None, *, last: bool) -> None:
+    def write_body(self, pieces: Sequence[bytes], framed: bytes | None, *, last: bool) -> bool:
         """
         Write a part of the body.
 
@@ -119,6 +119,9 @@ class ClientSink:
             last: Nothing follows.
 
         After each call a client that gets chunks stands between two of them.
+
+        Returns:
+            False if the client is gone.
         """
         if self.event_stream and pieces:
             end = pieces[-1]
@@ -131,14 +134,18 @@ class ClientSink:
             data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if self._head:
             data, self._head = self._head + data, b""
-        if not data or self._transport is None or self._transport.is_closing():
-            return
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return False
+        if not data:
+            return True
         if not self.started:
             self.started = True
             # so that an error after this point does not make aiohttp write a second head
             self._request.writer.output_size = len(data)
         self.sent += len(data)
-        self._transport.write(data)
+        transport.write(data)
+        return not transport.is_closing()
 
     def can_take_frame(self) -> bool:
         """Whether an event of ours can still be added to the answer."""

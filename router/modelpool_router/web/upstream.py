@@ -80,6 +80,8 @@ class UpstreamConnection(asyncio.Protocol):
         """Whether a byte came back in this exchange."""
         self.request_sent = False
         """Set by the sender when the whole request was handed over."""
+        self.answer_is_whole = False
+        """Whether the answer, whose head the receiver is just being shown, is all here."""
         self._client = client
         self._known = KnownHead()
         self._receiver: Receiver | None = None
@@ -103,11 +105,6 @@ class UpstreamConnection(asyncio.Protocol):
         """Send a part of the request; a lost connection is reported to the receiver alone."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
-
-    @property
-    def answer_is_whole(self) -> bool:
-        """Whether the answer, whose head the receiver is just being shown, is all here."""
-        return self._reader is not None and self._reader.ended
 
     def pass_to(self, receiver: Receiver) -> None:
         """Let another receiver go on with the exchange; it is shown the head again."""
@@ -209,6 +206,7 @@ class UpstreamConnection(asyncio.Protocol):
         receiver = self._receiver
         assert receiver is not None and reader.head is not None
         if with_head:
+            self.answer_is_whole = reader.ended
             receiver.on_head(reader.head)
             if self._receiver is not receiver:
                 if self._receiver is None:
@@ -220,7 +218,8 @@ class UpstreamConnection(asyncio.Protocol):
         if reader.ended:
             self._receiver = self._reader = None
             reader.close()
-            self.resume_reading()
+            if self._read_paused:
+                self.resume_reading()
             if not self._may_be_reused(reader.head) or not self._client.keep(self):
                 self.abort()
         receiver.on_body(reader.pieces, reader.framed, last=reader.ended)
@@ -293,7 +292,7 @@ class UpstreamClient:
 
     def take(self, endpoint: Endpoint) -> UpstreamConnection | None:
         """Return a kept connection to this life of *endpoint*, the youngest, or None."""
-        key = _key(endpoint)
+        key = (endpoint.identity, endpoint.host, endpoint.port, endpoint.tls)
         idle = self._idle.get(key)
         now = self._loop.time()
         while idle:
@@ -304,6 +303,10 @@ class UpstreamClient:
             connection.abort()
         self._idle.pop(key, None)
         return None
+
+    def give_back(self, connection: UpstreamConnection) -> None:
+        """Undo `take`: the connection rests on, from when it did before."""
+        self._idle.setdefault(connection.key, []).append(connection)
 
     async def connect(self, endpoint: Endpoint) -> UpstreamConnection:
         """
@@ -377,8 +380,12 @@ class UpstreamClient:
         if self._closing:
             return False
         connection.idle_since = self._loop.time()
-        self._idle.setdefault(connection.key, []).append(connection)
-        self.sweep.add(self)
+        idle = self._idle.get(connection.key)
+        if idle is not None:
+            idle.append(connection)
+        else:
+            self._idle[connection.key] = [connection]
+            self.sweep.add(self)
         return True
 
     def closed(self, connection: UpstreamConnection) -> None:
