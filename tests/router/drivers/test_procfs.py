@@ -129,14 +129,15 @@ async def test_real_processes_are_found_and_signalled(table: ProcessTable) -> No
     with open(os.devnull, "wb") as nowhere:
         child = Child.start(("sh", "-c", script), env=env, cwd=None, output=nowhere.fileno())
 
-    # the shell, its child, and one that left session and group
-    await until(lambda: len(table.find(slot, {})) == 3, "three processes")
-    groups = {found.group for found in table.find(slot, {})}
+    # the shell, its child, and one that left session and group (a moment after it was born)
+    def groups() -> list[int]:
+        return [found.group for found in table.find(slot, {})]
+
+    await until(lambda: len(seen := groups()) == 3 and len(set(seen)) == 2, "three processes")
     for found in table.find(slot, {}):
         table.send(found, signal.SIGKILL)
     await until(lambda: not table.find(slot, {}), "none is left")
 
-    assert len(groups) == 2
     assert await child.wait(5)
 
 
