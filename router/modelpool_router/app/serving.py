@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -31,6 +32,7 @@ def run(settings: Settings) -> int:
     """Serve until a signal says stop; return the exit code."""
     logs = configure_logs(settings.log_level, settings.log_format)
     _allow_files(settings)
+    _keep_blocks()
     try:
         if sys.platform == "win32":
             return asyncio.run(_serve(settings, logs))
@@ -67,6 +69,24 @@ def _allow_files(settings: Settings) -> None:
             needed=needed,
             hint="raise the hard limit (ulimit -Hn, LimitNOFILE) or lower maxConnections",
         )
+
+
+def _keep_blocks() -> None:
+    """
+    Let glibc keep the blocks that big bodies are read into.
+
+    By default every block over 128 KiB is mapped anew, and each of its pages is a page fault: most
+    of what a body of some megabytes costs.
+    """
+    mib = 1024 * 1024
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        return
+    mallopt(mmap_threshold, 8 * mib)
+    mallopt(trim_threshold, 16 * mib)
+    mallopt(top_pad, mib)
 
 
 async def _serve(settings: Settings, logs: Logs) -> int:

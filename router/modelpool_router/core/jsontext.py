@@ -28,6 +28,7 @@ Text = bytes | memoryview | mmap.mmap
 MAX_TOP_LEVEL_KEYS = 1024
 """Real bodies have some thirty; each costs a Python call, so a flood of them is refused early."""
 
+_COPIED = 8 * 1024 * 1024  # for the moment of the inspection
 _SHORT = 16 * 1024  # so that the names of one text are few
 _PIECE = 64 * 1024  # fits a second-level cache, and below what glibc maps anew each time
 _SPACE = rb"[ \t\r\n]*"
@@ -127,6 +128,8 @@ def top_level(text: Text) -> Wanted:
         DuplicateKey: any name twice at the top level.
         NotAnObject: valid, but no object.
     """
+    if not isinstance(text, bytes) and len(text) <= _COPIED:
+        text = bytes(text)  # searched much faster than what is mapped
     short = _short_top_level(text) if len(text) <= _SHORT else None
     if short is not None:
         return short
