@@ -73,6 +73,11 @@ class Ended:
     body: Body | None = None
 
 
+def _patient_limits() -> UpstreamLimits:
+    # On a machine that stalls, two seconds to connect can be over before the loop looks.
+    return UpstreamLimits(connect_timeout_s=30.0, sweep_s=0.02)
+
+
 @dataclass
 class Relay:
     """
@@ -87,7 +92,7 @@ class Relay:
     identity: str = "life-1"
     tls: ssl.SSLContext | None = None
     limits: ForwardLimits = field(default_factory=ForwardLimits)
-    upstream_limits: UpstreamLimits = field(default_factory=lambda: UpstreamLimits(sweep_s=0.02))
+    upstream_limits: UpstreamLimits = field(default_factory=_patient_limits)
     family: Family = "openai-chat"
     path: str = "/v1/chat/completions"
     ids: ExchangeIds = field(default_factory=lambda: ExchangeIds("req-1"))
