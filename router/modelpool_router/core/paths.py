@@ -39,6 +39,23 @@ class PathRule:
     argument: str = ""
     """What the path names: a model id, or the rest behind ``/upstream/``."""
 
+    @property
+    def may_stream(self) -> bool:
+        """Whether ``"stream": true`` means an event stream here; elsewhere engines ignore it."""
+        return self.upstream in _STREAMING
+
+
+_STREAMING: Final = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/completion",
+        "/infill",
+    }
+)
+
 
 def _inference(path: str, dialect: Dialect = "other", *, model_required: bool = True) -> PathRule:
     return PathRule(Kind.INFERENCE, ("POST",), path, dialect, model_required)

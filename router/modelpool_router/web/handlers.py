@@ -227,7 +227,7 @@ class DataPort:
                     body,
                     path_qs=rule.upstream,
                     dialect=rule.dialect,
-                    stream=wanted.facts.stream,
+                    stream=wanted.facts.stream and rule.may_stream,
                     name=wanted.name,
                 )
             )
