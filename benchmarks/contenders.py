@@ -130,6 +130,16 @@ class Running:
                 raise TimeoutError(f"{self.name} is not ready after {READY_S:.0f} s")
             time.sleep(poll_s)
 
+    def wait_listening(self) -> None:
+        """Return when it accepts connections, answered or not."""
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            if self._process.poll() is not None or time.monotonic() - self.started_at > READY_S:
+                raise RuntimeError(f"{self.name} does not listen")
+            time.sleep(0.02)
+
     def stop(self) -> None:
         """End it and everything it started."""
         family = [self.pid, *descendants(self.pid)]

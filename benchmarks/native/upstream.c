@@ -6,7 +6,7 @@
  * Listens on 127.0.0.1 only and ends by itself after SECONDS (default one hour).
  *
  * The request body says what to answer, in fields that every router passes on, even one that
- * writes the JSON anew. They must stand in the first KEEP bytes.
+ * writes the JSON anew. They must stand in the first or the last KEEP bytes.
  *
  *     "stream": true      server-sent events, else one JSON document of about 700 bytes
  *     "max_tokens": N     number of events (also max_completion_tokens; default 20)
@@ -31,7 +31,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { KEEP = 16384, MAX_HEAD = 65536, MAX_FDS = 65536, BATCH = 1024 };
+enum { KEEP = 8192, MAX_HEAD = 65536, MAX_FDS = 65536, BATCH = 1024 };
 
 typedef int64_t ns_t;
 
@@ -41,7 +41,7 @@ enum state { HEAD, BODY, CHUNK_SIZE, CHUNK_DATA, CHUNK_END, TRAILER, ANSWERING }
 struct conn {
     int fd;
     enum state state;
-    char *in; /* head, then the first KEEP bytes of the body */
+    char *in; /* head, then the first and the last KEEP bytes of the body */
     size_t in_len, in_cap, head_len;
     size_t left; /* of the body, or of the chunk */
     char *out;
@@ -256,8 +256,25 @@ static int answer(struct conn *c) {
 /* --- reading --------------------------------------------------------------------------------- */
 
 static void keep_body(struct conn *c, const char *data, size_t size) {
-    size_t room = c->head_len + KEEP - c->in_len;
-    if (size > room) size = room;
+    size_t room = c->head_len + 2 * KEEP - c->in_len;
+    char *tail = c->in + c->head_len + KEEP;
+    if (size > room) { /* let go of what is neither near the begin nor near the end */
+        if (c->in_len < c->head_len + KEEP) {
+            size_t first = c->head_len + KEEP - c->in_len;
+            memcpy(c->in + c->in_len, data, first);
+            c->in_len += first;
+            data += first;
+            size -= first;
+        }
+        if (size > KEEP) {
+            data += size - KEEP;
+            size = KEEP;
+        }
+        size_t kept = KEEP - size;
+        if (kept > c->in_len - c->head_len - KEEP) kept = c->in_len - c->head_len - KEEP;
+        memmove(tail, c->in + c->in_len - kept, kept);
+        c->in_len = c->head_len + KEEP + kept;
+    }
     memcpy(c->in + c->in_len, data, size);
     c->in_len += size;
 }
@@ -265,7 +282,7 @@ static void keep_body(struct conn *c, const char *data, size_t size) {
 /* Take more of a head; return how much was used, -1 for one that is too big. */
 static ssize_t take_head(struct conn *c, const char *data, size_t size) {
     size_t from = c->in_len > 3 ? c->in_len - 3 : 0, before = c->in_len;
-    c->in = grown(c->in, &c->in_cap, c->in_len + size + KEEP + 1);
+    c->in = grown(c->in, &c->in_cap, c->in_len + size + 2 * KEEP + 1);
     memcpy(c->in + c->in_len, data, size);
     c->in_len += size;
     c->in[c->in_len] = 0;

@@ -1,0 +1,60 @@
+"""
+How long from the start of a router's process to its first served request.
+
+    python benchmarks/cold.py [--contenders nginx vllm-router modelpool] [--rounds 5] [--out FILE]
+
+A client asks every 5 ms until it is answered with 200. For modelpool that includes the start of a
+member (the fake upstream) and its readiness probe; for the others the upstream is up before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import machine
+from contenders import CONTENDERS, NotInstalled, Plan, Running, free_port
+from native import build
+from run import upstream
+
+POLL_S = 0.005
+
+
+def main() -> None:
+    """Start those whom the command line names, in turn, several times."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n\n")[0])
+    parser.add_argument("--contenders", nargs="+", default=["nginx", "vllm-router", "modelpool"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    natives, lines = build(), []
+    names = list(options.contenders)
+    with tempfile.TemporaryDirectory(prefix="modelpool-bench-") as text, upstream(natives) as port:
+        for number in range(options.rounds):
+            for name in tuple(names):
+                folder = Path(text) / f"{name}-{number}"
+                plan = Plan(folder, free_port(), port, natives)
+                try:
+                    running = Running(CONTENDERS[name], plan, core=machine.cores().contender)
+                except NotInstalled as error:
+                    print(f"skipped {name}: {error}", file=sys.stderr)
+                    names.remove(name)
+                    continue
+                try:
+                    running.wait_ready(poll_s=POLL_S)
+                    took = time.monotonic() - running.started_at
+                finally:
+                    running.stop()
+                print(f"round {number + 1}  {name:16} {took:6.3f} s")
+                fields = {"round": number, "shape": "cold start", "contender": name}
+                lines.append(json.dumps({**fields, "figure": took, "errors": 0}))
+    if options.out is not None:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
