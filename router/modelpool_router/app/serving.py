@@ -24,6 +24,8 @@ from .router import Router
 log = structlog.get_logger("modelpool.serve")
 
 OK, FAILED = 0, 1
+SETTLED_S = 1.0
+"""After the start, which a collection would make longer."""
 SPARE_FILES = 256
 """For members' logs and pipes, locks, the admin port and its watchers."""
 
@@ -71,6 +73,13 @@ def _allow_files(settings: Settings) -> None:
         )
 
 
+def _settle_heap() -> None:
+    """What is there now stays for ever: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()  # it was off for the start, see `cli.serving`
+
+
 def _keep_blocks() -> None:
     """
     Let glibc keep the blocks that big bodies are read into.
@@ -103,14 +112,12 @@ async def _serve(settings: Settings, logs: Logs) -> int:
             print(f"modelpool: cannot start: {error}", file=sys.stderr)
             return FAILED
         _say_where(router)
-        # What is there now stays for ever: the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
-        reloading = asyncio.get_running_loop().create_task(
-            _reload_when_asked(router, again), name="reload"
-        )
+        loop = asyncio.get_running_loop()
+        settling = loop.call_later(SETTLED_S, _settle_heap)
+        reloading = loop.create_task(_reload_when_asked(router, again), name="reload")
         await stop.wait()
         log.info("stopping", hint="once more hurries")
+        settling.cancel()
         reloading.cancel()
         await asyncio.gather(reloading, return_exceptions=True)
         try:

@@ -4,14 +4,16 @@ Talks to the admin port of a running router. Standard library only, for a quick 
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode, urlsplit
+
+if TYPE_CHECKING:
+    import http.client
 
 DEFAULT_ADMIN = "127.0.0.1:9090"
 _ANSWER_LIMIT = 64 * 1024 * 1024
@@ -100,6 +102,8 @@ class AdminClient:
         Raises:
             Unreachable: the connection broke.
         """
+        import http.client
+
         connection, response = self._open("GET", "/api/v1/events")
         with closing(connection):
             if response.status != 200:
@@ -139,6 +143,8 @@ class AdminClient:
     def _open(
         self, method: str, path: str
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        import http.client  # brings half of `email` along: not for every command
+
         address = self.address
         kind = http.client.HTTPSConnection if address.tls else http.client.HTTPConnection
         connection = kind(address.host, address.port, timeout=self._timeout_s)
@@ -154,6 +160,8 @@ class AdminClient:
         return connection, response
 
     def _read(self, response: http.client.HTTPResponse) -> bytes:
+        import http.client
+
         try:
             return response.read(_ANSWER_LIMIT)
         except (OSError, http.client.HTTPException) as error:
