@@ -606,7 +606,7 @@ async def test_wrappers_fool_nobody(bench: Bench, script: str, victim: str) -> N
 
     if victim == "server":
         os.kill(bench.pid("alpha"), signal.SIGKILL)
-        await until(lambda: bool(bench.losses), "the loss is noticed", within_s=3.0)
+        await until(lambda: bool(bench.losses), "the loss is noticed", within_s=15.0)
         assert await bench.driver.observe() == {}
     else:
         assert bench.losses == []
@@ -631,7 +631,7 @@ async def test_a_wrapper_that_leaves_later_leaves_its_server_up(bench: Bench) ->
     assert await bench.driver.observe() == {ALPHA: endpoint}
     assert bench.losses == []
     os.kill(bench.pid("alpha"), signal.SIGKILL)
-    await until(lambda: bool(bench.losses), "the loss is noticed", within_s=3.0)
+    await until(lambda: bool(bench.losses), "the loss is noticed", within_s=15.0)
 
 
 async def test_a_killed_wrapper_is_a_loss_and_its_server_is_taken_down(bench: Bench) -> None:
@@ -641,7 +641,7 @@ async def test_a_killed_wrapper_is_a_loss_and_its_server_is_taken_down(bench: Be
     wrapper = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
 
     os.kill(wrapper, signal.SIGKILL)
-    await until(lambda: bool(bench.losses), "the loss is noticed", within_s=3.0)
+    await until(lambda: bool(bench.losses), "the loss is noticed", within_s=15.0)
     assert is_alive(server)
     await bench.driver.deactivate(ALPHA)
 
