@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 N      ?= 100000
+# The slowest tests, in a tier of their own so that `make test` stays below five minutes.
+CRASHES := tests/operator/engine/test_crashes.py tests/operator/modeldeployment/test_crashes.py
 
 .DEFAULT_GOAL := help
 
@@ -32,7 +34,11 @@ run: $(VENV)/.made-run ## Play the demo: two simulated models take turns (ARGS=-
 
 .PHONY: test
 test: $(VENV)/.made-test ## Unit, property, simulation and socket tests (below five minutes)
-	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(CRASHES:%=--ignore=%) $(ARGS)
+
+.PHONY: test-crashes
+test-crashes: $(VENV)/.made-test ## Kill the operator around every request of its stories (some minutes)
+	$(BIN)/python -m pytest -n auto $(CRASHES) $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.made-lint ## Style, types, import contracts (generated pages are compared by make test)
