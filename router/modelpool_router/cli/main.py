@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import cluster, configuring, demo, serving, trace, verbs, watching
+from . import bench, cluster, configuring, demo, serving, trace, verbs, watching
 from .exits import EXIT_CODES_HELP, ExitCode
 
 app = typer.Typer(
@@ -57,6 +57,7 @@ def modelpool(
 _PANEL = "Running router"
 app.command(rich_help_panel="Router")(serving.serve)
 app.command(rich_help_panel="Router")(demo.demo)
+app.command(rich_help_panel="Router")(bench.bench)
 app.command(rich_help_panel="Configuration")(configuring.init)
 app.command(rich_help_panel="Configuration")(configuring.check)
 app.add_typer(configuring.config_app, name="config", rich_help_panel="Configuration")
