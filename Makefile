@@ -4,6 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 N      ?= 100000
+BENCH_OUT ?= benchmarks/.build/result.jsonl
 # The slowest tests, in a tier of their own so that `make test` stays below five minutes.
 CRASHES := tests/operator/engine/test_crashes.py tests/operator/modeldeployment/test_crashes.py
 
@@ -79,6 +80,28 @@ cluster: $(VENV)/.made-test ## Leave such a cluster running; prints an export KU
 .PHONY: cluster-down
 cluster-down: $(VENV)/.made-test ## End the cluster of `make cluster`
 	@$(BIN)/python tests/cluster/harness.py down
+
+.PHONY: bench
+bench: $(VENV)/.made-run ## Compare with nginx and vllm-router (two to three minutes; needs a C compiler)
+	@-$(BIN)/python benchmarks/contenders.py install vllm-router
+	$(BIN)/python benchmarks/run.py --short --contenders nginx vllm-router modelpool --rounds 3 --out $(BENCH_OUT)
+	$(BIN)/python benchmarks/report.py $(BENCH_OUT)
+
+.PHONY: bench-full
+bench-full: $(VENV)/.made-run ## All peers, shapes, memory, start, counters, swaps (half an hour)
+	@-$(BIN)/python benchmarks/contenders.py install vllm-router sglang-router litellm
+	$(BIN)/python benchmarks/run.py --rounds 3 --out $(BENCH_OUT)
+	$(BIN)/python benchmarks/hold.py --out $(BENCH_OUT).hold
+	$(BIN)/python benchmarks/cold.py --out $(BENCH_OUT).cold
+	$(BIN)/python benchmarks/instructions.py --out $(BENCH_OUT).instructions
+	$(BIN)/python benchmarks/syscalls.py --out $(BENCH_OUT).syscalls
+	$(BIN)/python benchmarks/swap.py --pages benchmarks/.build --out $(BENCH_OUT).swap
+	cat $(BENCH_OUT).* >> $(BENCH_OUT) && rm $(BENCH_OUT).*
+	$(BIN)/python benchmarks/report.py $(BENCH_OUT)
+
+.PHONY: gates
+gates: $(VENV)/.made-run ## Counted costs per request against their baselines (ARGS=--write renews them)
+	$(BIN)/python benchmarks/gates.py $(ARGS)
 
 .PHONY: reference
 reference: $(VENV)/.made-run ## Write the generated files again: configuration, metrics, JSON Schema, CRDs

@@ -32,9 +32,11 @@ from contenders import CONTENDERS, Contender, Launch, NotInstalled, Plan, Runnin
 from native import Natives, build
 from run import upstream
 
-REQUESTS, MORE_REQUESTS = 100, 300
+REQUESTS, MORE_REQUESTS = 200, 1000
 STREAMS, EVENTS, MORE_EVENTS = 20, 20, 220
 CONNECTIONS = 4
+SETTLED_S = 4.0
+"""What a start leaves to do for later is done by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ def _counted(measure: Callable[[Callable[[], None]], int], drive: Drive) -> Coun
 
     drive(2 * CONNECTIONS, short)
     drive(2 * CONNECTIONS, stream(EVENTS), "-s")
+    time.sleep(SETTLED_S)
     few = measure(lambda: drive(REQUESTS, short))
     many = measure(lambda: drive(MORE_REQUESTS, short))
     brief = measure(lambda: drive(STREAMS, stream(EVENTS), "-s"))

@@ -59,6 +59,7 @@ class AnswerReader:
     _left = 0
     _parser: httptools.HttpResponseParser | None = None
     _between_chunks = True
+    _in_plain_chunks = False
     _in_chunk = False
     _last_byte = b""
     _collected: list[bytes]
@@ -78,6 +79,8 @@ class AnswerReader:
             BadHead: the answer is malformed, or bytes follow its end. Nothing that came with
                 this call may be passed on, and the connection is of no more use.
         """
+        if self._in_plain_chunks and self._feed_whole_chunks(data):
+            return True
         try:
             if self.head is None:
                 known = self._known
@@ -146,6 +149,7 @@ class AnswerReader:
         if head.framing is Framing.CHUNKED:
             self._parser = httptools.HttpResponseParser(self)
             self._parser.feed_data(raw)
+            self._in_plain_chunks = True
         self.head = head
         known = self._known
         if known is not None and head.framing is Framing.LENGTH:
@@ -198,8 +202,6 @@ class AnswerReader:
         self.pieces, self.framed = (), None
         if not data:
             return
-        if self._between_chunks and self._feed_whole_chunks(data):
-            return
         parser = self._parser
         assert parser is not None
         began_between = self._between_chunks
@@ -221,6 +223,7 @@ class AnswerReader:
         tail = data[-2:] if len(data) > 1 else self._last_byte + data
         self._last_byte = data[-1:]
         self._between_chunks = not self._in_chunk and tail == b"\r\n"
+        self._in_plain_chunks = self._between_chunks and not self.ended
         if began_between and self._between_chunks:
             # a last chunk with trailers is framed anew, so that they are not passed on
             plain = not self.ended or data == b"0\r\n\r\n" or data.endswith(b"\r\n0\r\n\r\n")
@@ -233,8 +236,18 @@ class AnswerReader:
         Engines write an event as a chunk, so it nearly always is. The parser does not see them:
         where it is, a chunk begins, as before. False when nothing was taken.
         """
+        size = len(data)
+        begin = data.find(b"\r\n", 0, 10) + 2
+        digits = data[: begin - 2]
+        if begin < 2 or not _is_hex(digits):
+            return False
+        length = int(digits, 16)
+        end = begin + length
+        if size == end + 2 and length and data.endswith(b"\r\n"):  # nearly always: one event
+            self.pieces, self.framed = (data[begin:end],), data
+            return True
         pieces: list[bytes] = []
-        at, size = 0, len(data)
+        at = 0
         while at < size:
             begin = data.find(b"\r\n", at, at + 10) + 2
             digits = data[at : begin - 2]

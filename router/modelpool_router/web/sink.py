@@ -1,9 +1,9 @@
 """
 The client's side of an answer: bytes straight to the transport below aiohttp.
 
-All use of aiohttp's private surface on this path is here (`_drain_waiter`, `output_size`).
-aiohttp goes on owning the connection: its handler gets a `PipedResponse`, which has been written
-already, and decides with its ``keep_alive`` whether the next request is read.
+All use of aiohttp's private surface on this path is here (`_drain_waiter`, `_paused`,
+`output_size`). The front goes on owning the connection: it gets a `PipedResponse`, which has been
+written already, and decides with its ``keep_alive`` whether the next request is read.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class ClientSink:
         self._http11 = request.version >= (1, 1)
         self._head = b""
         self._tail = b"\n\n"
+        self._in_chunks = False  # the head is out, and chunks follow
         self._taken = -self._buffered()
         self._taken_at = loop.time()
         self._waiter: asyncio.Future[None] | None = None
@@ -96,7 +97,7 @@ class ClientSink:
     @property
     def congested(self) -> bool:
         """Whether the client is behind: write no more before `when_writable`."""
-        return self._protocol.writing_paused
+        return self._protocol._paused  # (`writing_paused`, without another call for each chunk)
 
     def framing_for(self, framing: Framing) -> Framing:
         """How this client learns the end of a body that the upstream framed as *framing*."""
@@ -123,9 +124,16 @@ class ClientSink:
         Returns:
             False if the client is gone.
         """
+        transport = self._transport
         if self.event_stream and pieces:
             end = pieces[-1]
-            self._tail = end[-4:] if len(end) >= 4 else (self._tail + b"".join(pieces))[-4:]
+            self._tail = end if len(end) >= 4 else (self._tail + b"".join(pieces))[-4:]
+        if framed is not None and self._in_chunks and transport is not None:
+            if transport.is_closing():
+                return False
+            self.sent += len(framed)
+            transport.write(framed)
+            return True
         if self.framing is Framing.CHUNKED:
             data = framed if framed is not None else _chunk(pieces, last=last)
         elif self.framing is Framing.NONE:
@@ -134,7 +142,6 @@ class ClientSink:
             data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if self._head:
             data, self._head = self._head + data, b""
-        transport = self._transport
         if transport is None or transport.is_closing():
             return False
         if not data:
@@ -143,6 +150,7 @@ class ClientSink:
             self.started = True
             # so that an error after this point does not make aiohttp write a second head
             self._request.writer.output_size = len(data)
+            self._in_chunks = self.framing is Framing.CHUNKED
         self.sent += len(data)
         transport.write(data)
         return not transport.is_closing()
