@@ -128,7 +128,6 @@
 #define CONTEST 115 /* no endless fight with another who scales */
 #define L1 121 /* everybody is served */
 #define L7 127 /* a router that is cut off serves its resident */
-#define L8 128 /* nothing hangs */
 #define ENDS 130 /* the pool comes to its proper rest */
 #define CHECK(property, holds) assert(property == 0 || (holds))
 
@@ -784,6 +783,10 @@ end:
 	/* ---------- the Lease ---------- */
 	:: atomic { /* another holder, or no Lease, is seen by the watch */
 		pc[a] >= RDM && API(a) && NOTICED(a) -> lost(a) }
+#if CUT
+	:: atomic { /* 15 s by its own clock without an answer */
+		pc[a] >= RDM && !API(a) -> lost(a) }
+#endif
 	:: atomic { /* ... also by one that lost it before and went on serving */
 		pc[a] == STBY && a < ROUTERS && API(a) && evid[a] != NONE && SEES_OTHER(a) -> stand_by(a) }
 	:: atomic { /* renewal, in time again */
@@ -1134,7 +1137,7 @@ end:
 		:: rep[tgt[a]] == 1 && ep[tgt[a]] != mye[a] && !poolgone -> idx[a] = 0; pc[a] = CK
 		:: else
 		fi }
-	:: atomic { pc[a] == EV && POD_FOUND(tgt[a]) && !EARLIER_PROBE(a, tgt[a]) && (REPBLIND || (rep[tgt[a]] && (ep[tgt[a]] == mye[a] || BLINDLY))) ->
+	:: atomic { pc[a] == EV && API(a) && POD_FOUND(tgt[a]) && !EARLIER_PROBE(a, tgt[a]) && (REPBLIND || (rep[tgt[a]] && (ep[tgt[a]] == mye[a] || BLINDLY))) ->
 		pep[a] = mye[a];
 		SET(uok[tgt[a]], a);
 		pc[a] = EVP }
@@ -1466,7 +1469,14 @@ end:
 	:: atomic { cutb > 0 && pc[0] != DOWN ->
 		cutb--;
 		SET(cut, 0);
-		gev = evid[0];
+		if
+		:: evid[0] != NONE && IS(adm, 0) ->
+			if
+			:: IS(uok[evid[0]], 0) -> gev = evid[0]
+			:: else
+			fi
+		:: else
+		fi;
 		if
 		:: heals = 1
 		:: heals = 0
@@ -1565,7 +1575,6 @@ proctype Rest()
 {
 end:
 	atomic { timeout ->
-		CHECK(L8, !ton);
 #if POOLGONE
 		CHECK(ENDS, !poolgone || (!lex && ep[0] == 0 && ep[1] == 0));
 #elif NOPROBE
