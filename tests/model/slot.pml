@@ -474,6 +474,18 @@ inline lost(a) {
 	fi
 }
 
+/* router r is told by a that somebody else owns the slot, and stands by before it answers */
+#ifdef W_ONLY_PREVIOUS_TOLD
+#define TOLD(a, r) (a != r && pc[r] != DOWN && prev[a] == r)
+#else
+#define TOLD(a, r) (a != r && pc[r] != DOWN)
+#endif
+#if defined(W_ASKED_NOT_TOLD) && ROUTERS == 2
+#define HEARD(a) ((a == 0 || evid[0] == NONE) && (a == 1 || evid[1] == NONE))
+#else
+#define HEARD(a) 1
+#endif
+
 #if ROUTERS == 2
 #define PEER(a) (1 - (a))
 #define PEERDEAD(a) (a == OP && OPERATOR -> (pc[0] == DOWN && pc[1] == DOWN) : pc[PEER(a)] == DOWN)
@@ -994,17 +1006,17 @@ end:
 		:: else -> pc[a] = TELL
 		fi }
 	:: atomic { /* every other router Pod has answered "standby", or is proven gone */
-		pc[a] == TELL ->
+		pc[a] == TELL && HEARD(a) ->
 #ifndef W_NOBODY_TOLD
 #if ROUTERS >= 1
 		if
-		:: a != 0 && pc[0] != DOWN -> stand_by(0)
+		:: TOLD(a, 0) -> stand_by(0)
 		:: else
 		fi;
 #endif
 #if ROUTERS == 2
 		if
-		:: a != 1 && pc[1] != DOWN -> stand_by(1)
+		:: TOLD(a, 1) -> stand_by(1)
 		:: else
 		fi;
 #endif
