@@ -43,7 +43,37 @@ class Answer:
         return str(json.loads(self.body)["error"]["message"])
 
 
-class RouterProcess:
+class Front:
+    """
+    A router that listens somewhere.
+
+    Args of the constructor:
+        address: Host and port of the data port.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def chat(self, model: str, timeout_s: float = 90.0, **more: Any) -> Answer:
+        """Ask *model* something."""
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], **more}
+        return self.request("POST", "/v1/chat/completions", body, timeout_s)
+
+    def request(self, method: str, path: str, body: Any = None, timeout_s: float = 30.0) -> Answer:
+        """Send one request to the data port."""
+        connection = http.client.HTTPConnection(self.address, timeout=timeout_s)
+        try:
+            headers = {"Content-Type": "application/json"} if body is not None else {}
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, headers)
+            answer = connection.getresponse()
+            pairs = {key.lower(): value for key, value in answer.getheaders()}
+            return Answer(answer.status, pairs, answer.read())
+        finally:
+            connection.close()
+
+
+class RouterProcess(Front):
     """
     `modelpool serve` on free ports of loopback.
 
@@ -55,6 +85,7 @@ class RouterProcess:
     """
 
     def __init__(self, cluster: Cluster, folder: Path, holder: str, **config: Any) -> None:
+        super().__init__("")
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "router.log"
         self._file = folder / "pool.yaml"
@@ -87,7 +118,7 @@ class RouterProcess:
             )
         told = until(lambda: self.said("listening") or self._process_ended(), "the router listens")
         assert isinstance(told, list), self.log.read_text()
-        self._address = urlsplit(told[0]["url"]).netloc
+        self.address = urlsplit(told[0]["url"]).netloc
         self._admin = urlsplit(told[0]["admin"]).netloc
 
     def _process_ended(self) -> bool:
@@ -107,24 +138,6 @@ class RouterProcess:
         code = self._process.wait(timeout=30)
         self._process = None
         return code
-
-    def chat(self, model: str, timeout_s: float = 90.0, **more: Any) -> Answer:
-        """Ask *model* something."""
-        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], **more}
-        return self.request("POST", "/v1/chat/completions", body, timeout_s)
-
-    def request(self, method: str, path: str, body: Any = None, timeout_s: float = 30.0) -> Answer:
-        """Send one request to the data port."""
-        connection = http.client.HTTPConnection(self._address, timeout=timeout_s)
-        try:
-            headers = {"Content-Type": "application/json"} if body is not None else {}
-            data = None if body is None else json.dumps(body)
-            connection.request(method, path, data, headers)
-            answer = connection.getresponse()
-            pairs = {key.lower(): value for key, value in answer.getheaders()}
-            return Answer(answer.status, pairs, answer.read())
-        finally:
-            connection.close()
 
     def pool(self) -> Any:
         """Return the state of its one pool."""

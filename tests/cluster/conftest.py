@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 import harness
 from cluster_kubectl import until
+from cluster_operator import Operator, base
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -51,3 +54,31 @@ def namespace(cluster: harness.Cluster) -> Iterator[str]:
     cluster.kubectl("delete", kinds, "--all", "-n", name, "--wait=false")
     cluster.kubectl("delete", "namespace", name, "--wait=false")
     until(lambda: not cluster.kubectl.items("pods", "-n", name), f"no Pod is left in {name}", 90)
+
+
+@pytest.fixture
+def shipped(own: harness.OwnCluster) -> harness.OwnCluster:
+    """A cluster with the shipped objects in it."""
+    objects = list(base())
+    first = [each for each in objects if each["kind"] in ("CustomResourceDefinition", "Namespace")]
+    own.kubectl.apply(*first)
+    for each in first:
+        if each["kind"] == "CustomResourceDefinition":
+            name = f"crd/{each['metadata']['name']}"
+            own.kubectl("wait", "--for=condition=Established", name, "--timeout=60s")
+    own.kubectl.apply(*[each for each in objects if each not in first])
+    return own
+
+
+@pytest.fixture
+def start(shipped: harness.OwnCluster, tmp_path: Path) -> Iterator[Callable[[str], Operator]]:
+    """Start operators; they are ended afterwards."""
+    account = shipped.service_account("modelpool-system", "modelpool-operator")
+    with contextlib.ExitStack() as stack:
+
+        def started(name: str) -> Operator:
+            operator = Operator(account, tmp_path / f"{name}.log", name)
+            stack.callback(lambda: operator._process.poll() is None and operator.stop())
+            return operator
+
+        yield started

@@ -2,95 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
 
 from cluster_kubectl import KubectlFailed, Object, until
 from cluster_objects import GPU, deployment, member_container
+from cluster_operator import Operator
 from harness import OwnCluster
 
 pytestmark = pytest.mark.cluster
-ROOT = Path(__file__).parents[2]
 SLOT = "modelpool.dev/slot"
-
-
-def base() -> Iterator[Object]:
-    """Yield the shipped objects, but for the Deployment: its image cannot be pulled here."""
-    for folder in ("crds", "operator", "policy"):
-        listed = yaml.safe_load((ROOT / "manifests" / folder / "kustomization.yaml").read_text())
-        for name in listed["resources"]:
-            for each in yaml.safe_load_all((ROOT / "manifests" / folder / name).read_text()):
-                if each["kind"] != "Deployment":
-                    yield each
-
-
-class Operator:
-    """A `modelpool-operator` process."""
-
-    def __init__(self, kubeconfig: Path, log: Path, name: str) -> None:
-        self.log = log
-        with log.open("ab") as sink:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *("-m", "modelpool_operator"),
-                    *("--kubeconfig", str(kubeconfig), "--identity", name),
-                    *("--lease-namespace", "modelpool-system", "--listen", "127.0.0.1:0"),
-                ],
-                stdout=sink,
-                stderr=sink,
-                env={**os.environ, "PYTHONPATH": str(ROOT / "operator")},
-            )
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End it; return its exit code."""
-        self._process.send_signal(number)
-        return self._process.wait(timeout=30)
-
-    def said(self) -> list[Any]:
-        """Return its log."""
-        lines = self.log.read_text("utf-8").splitlines()
-        return [json.loads(each) for each in lines if each.startswith("{")]
-
-
-@pytest.fixture
-def shipped(own: OwnCluster) -> OwnCluster:
-    """A cluster with the shipped objects in it."""
-    objects = list(base())
-    first = [each for each in objects if each["kind"] in ("CustomResourceDefinition", "Namespace")]
-    own.kubectl.apply(*first)
-    for each in first:
-        if each["kind"] == "CustomResourceDefinition":
-            name = f"crd/{each['metadata']['name']}"
-            own.kubectl("wait", "--for=condition=Established", name, "--timeout=60s")
-    own.kubectl.apply(*[each for each in objects if each not in first])
-    return own
-
-
-@pytest.fixture
-def start(shipped: OwnCluster, tmp_path: Path) -> Iterator[Callable[[str], Operator]]:
-    """Start operators; they are ended afterwards."""
-    account = shipped.service_account("modelpool-system", "modelpool-operator")
-    with contextlib.ExitStack() as stack:
-
-        def started(name: str) -> Operator:
-            operator = Operator(account, tmp_path / f"{name}.log", name)
-            stack.callback(lambda: operator._process.poll() is None and operator.stop())
-            return operator
-
-        yield started
 
 
 def service(namespace: str, name: str) -> Object:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from modelpool_router.core.commands import BreakReason
 from modelpool_router.core.spec import PoolName
 from modelpool_router.web.short import ShortExchange, ShortWay
 from rawclient import RawAnswer, RawClient
@@ -317,7 +318,7 @@ async def test_a_lease_that_is_ended(tmp_path: Path, taken: list[ShortExchange])
     async with ready(tmp_path, hangs) as (router, engine, client):
         await client.send(post())
         await settled(router, lambda: len(engine.seen) == 2, "the request at its member")
-        router.router._dispatcher.end_all("drain_timeout")
+        router.router._dispatcher.end_all(BreakReason.DRAIN_TIMEOUT)
         got = await client.answer()
         assert (got.status, got.json()["error"]["code"]) == (503, "pool_draining")
         assert len(taken) == 1

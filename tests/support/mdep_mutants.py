@@ -487,6 +487,20 @@ MUTANTS = (
         "ranked.append((rank, -each.ordinal, each))",
     ),
     Mutant(
+        "V13",
+        "another size is judged against the type anew",
+        f"{PLAN}/checks.py",
+        "str(role.size), ",
+        "",
+    ),
+    Mutant(
+        "V17",
+        "other arguments are judged against the type anew",
+        f"{PLAN}/checks.py",
+        '"-" if asked is None else str(asked)',
+        '""',
+    ),
+    Mutant(
         "R54",
         "an admitted group is no queue",
         f"{PLAN}/queueing.py",

@@ -15,6 +15,7 @@ import h11
 from aiohttp import web
 
 from fronts import is_own
+from modelpool_router.core.commands import BreakReason
 from modelpool_router.core.headers import ExchangeIds
 from modelpool_router.drivers.base import Endpoint
 from modelpool_router.web.faults import ConnectRefused, ExchangeError, Family, MemberLoading
@@ -59,7 +60,7 @@ class Lease:
     """What the data path sees of a lease."""
 
     moved_at: float = 0.0
-    on_break: Callable[[str], None] | None = None
+    on_break: Callable[[BreakReason], None] | None = None
 
 
 @dataclass

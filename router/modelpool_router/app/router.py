@@ -21,7 +21,7 @@ import structlog
 from aiohttp import web
 
 from ..core.catalog import UnknownModel
-from ..core.commands import Note, NoteKind
+from ..core.commands import BreakReason, Note, NoteKind
 from ..core.events import Event
 from ..core.spec import HoldLedger, MemberName, PoolName
 from ..core.view import PoolView, SlotState
@@ -204,7 +204,7 @@ class Router:
         left_s = max(0.0, deadline - loop.time())
         await _unless(hurry, asyncio.wait_for(self._data_port.until_idle(), left_s))
         if not self._data_port.is_idle:
-            self._dispatcher.end_all("shutdown")
+            self._dispatcher.end_all(BreakReason.SHUTDOWN)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._data_port.until_idle(), LAST_WORDS_S)
         await self._front.shutdown(LAST_WORDS_S)

@@ -50,13 +50,21 @@ class Refuse:
     retryable: bool = True
 
 
+class BreakReason(StrEnum):
+    """Why the router ends an exchange that runs. Each has a text for clients in `web.faults`."""
+
+    DRAIN_TIMEOUT = "drain_timeout"
+    MAX_GENERATION = "max_generation"
+    RESIDENT_HUNG = "resident_hung"
+    SHUTDOWN = "shutdown"
+
+
 @dataclass(frozen=True, slots=True)
 class EndLease:
     """Break this lease off with an explicit error to its client (H7, H7a)."""
 
     ticket: Ticket
-    reason: str
-    """``drain_timeout``, ``max_generation``, ``resident_hung``, ``resident_lost``."""
+    reason: BreakReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 
 from . import retry_after
 from .commands import (
+    BreakReason,
     EndLease,
     Grant,
     Note,
@@ -77,7 +78,7 @@ class Lending(Outlook):
         else:
             self._served -= 1
 
-    def _end_leases(self, reason: str) -> None:
+    def _end_leases(self, reason: BreakReason) -> None:
         for ticket, lease in self._leases.items():
             if lease.epoch == self._epoch and not lease.ending:
                 lease.ending = True
@@ -90,7 +91,7 @@ class Lending(Outlook):
         for ticket, lease in self._leases.items():
             if lease.epoch == self._epoch and not lease.ending and now >= lease.since + limit:
                 lease.ending = True
-                self._out.append(EndLease(ticket, "max_generation"))
+                self._out.append(EndLease(ticket, BreakReason.MAX_GENERATION))
 
     def _refuse_late(self, now: float, *, due_too: bool) -> bool:
         """Refuse holds past their deadline (*due_too*: also those due now); return if any was."""

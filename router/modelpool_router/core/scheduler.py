@@ -39,6 +39,7 @@ import math
 
 from . import policy
 from .commands import (
+    BreakReason,
     CancelLoad,
     Check,
     Command,
@@ -559,7 +560,7 @@ class Scheduler(Lending):
             for ticket, lease in self._leases.items():
                 if lease.epoch == self._epoch and not lease.ending:
                     lease.ending = True
-                    self._out.append(EndLease(ticket, "resident_hung"))
+                    self._out.append(EndLease(ticket, BreakReason.RESIDENT_HUNG))
             self._lost("hung", f"no answer for {now - self._unhealthy_since:.0f} s", now)
 
     def _load_asked(self, member: MemberName, now: float) -> None:
@@ -757,7 +758,7 @@ class Scheduler(Lending):
             limit = self.spec.drain_timeout_s
             if limit is not None and not closing.forced and now >= closing.since + limit:
                 closing.forced = True
-                self._end_leases("drain_timeout")
+                self._end_leases(BreakReason.DRAIN_TIMEOUT)
             return False
         if closing.drained_at is None:
             closing.drained_at = now

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..core.commands import Grant, Refuse
+from ..core.commands import BreakReason, Grant, Refuse
 from ..core.events import Arrived, Departed, DispatchRefused, Finished
 from ..core.spec import Epoch, MemberName, Ticket
 from ..drivers.base import Endpoint
@@ -40,7 +40,7 @@ class Lease(msgspec.Struct, eq=False):
         moved_at: When a byte of this exchange last moved (loop time); whoever forwards sets it.
             A grant moves nothing: an engine that hangs is lent again and again.
         on_break: Called with a reason when the scheduler ends the lease; whoever forwards sets it.
-        broken: Why the lease was ended by the scheduler, or ''.
+        broken: Why the lease was ended by the router, if it was.
     """
 
     pool: PoolRuntime
@@ -50,12 +50,12 @@ class Lease(msgspec.Struct, eq=False):
     granted_at: float
     epoch: Epoch = Epoch(0)
     moved_at: float = -math.inf
-    on_break: Callable[[str], None] | None = None
-    broken: str = ""
+    on_break: Callable[[BreakReason], None] | None = None
+    broken: BreakReason | None = None
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: BreakReason) -> None:
         """End the exchange from the router's side, with an explicit error to the client."""
-        if not self.broken:
+        if self.broken is None:
             self.broken = reason
             if self.on_break is not None:
                 self.on_break(reason)
@@ -75,7 +75,7 @@ class Lease(msgspec.Struct, eq=False):
 class Waiter(msgspec.Struct, eq=False):
     """One request as the pool knows it: waiting, granted or refused."""
 
-    ended: str = ""
+    ended: BreakReason | None = None
     grant: Grant | None = None
     refusal: Refuse | None = None
     future: asyncio.Future[None] | None = None
@@ -86,11 +86,11 @@ class Waiter(msgspec.Struct, eq=False):
         if self.future is not None and not self.future.done():
             self.future.set_result(None)
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: BreakReason) -> None:
         """End the lease, or the one that is about to be made of a grant."""
         if self.lease is not None:
             self.lease.end(reason)
-        elif not self.ended:
+        elif self.ended is None:
             self.ended = reason
 
 

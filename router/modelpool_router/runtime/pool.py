@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 import structlog
 
 from ..core.commands import (
+    BreakReason,
     CancelLoad,
     Check,
     Command,
@@ -172,7 +173,7 @@ class PoolRuntime:
         if epoch is None:
             return None
         lease = Lease(self, ticket, member, self.endpoints[member], now, epoch)
-        self.waiters[ticket] = Waiter("", Grant(ticket, member, epoch), None, None, lease)
+        self.waiters[ticket] = Waiter(None, Grant(ticket, member, epoch), None, None, lease)
         return lease
 
     def take_back(self, lease: Lease) -> None:
@@ -238,7 +239,7 @@ class PoolRuntime:
         """Put new rules in force; untouched members and their streams do not notice."""
         self.tell(Reconfigured(spec))
 
-    def end_leases(self, reason: str) -> None:
+    def end_leases(self, reason: BreakReason) -> None:
         """End every exchange that still runs, with an explicit error to its client."""
         for waiter in list(self.waiters.values()):
             if waiter.grant is not None:

@@ -15,7 +15,7 @@ from typing import Final
 from aiohttp import web
 
 from ..core.catalog import Route, printable
-from ..core.commands import RefusalCode, Refuse
+from ..core.commands import BreakReason, RefusalCode, Refuse
 from ..core.headers import ExchangeIds
 from ..core.paths import Dialect
 from ..core.patience import hold_deadline
@@ -81,7 +81,7 @@ class Standing:
 
     def __init__(self, now: float) -> None:
         self.moved_at = now
-        self.on_break: Callable[[str], None] | None = None
+        self.on_break: Callable[[BreakReason], None] | None = None
 
 
 class Dispatcher:
@@ -98,7 +98,7 @@ class Dispatcher:
         """Exchanges with upstreams that run now."""
         return len(self._standing)
 
-    def end_all(self, reason: str) -> None:
+    def end_all(self, reason: BreakReason) -> None:
         """Break every exchange off with an explicit error to its client."""
         for pool in self._pools.all():
             pool.end_leases(reason)
@@ -208,7 +208,7 @@ class Dispatcher:
         held: HeldStream | None,
         begun: Begun | None,
     ) -> Forwarded:
-        if lease.broken:
+        if lease.broken is not None:
             raise ExchangeBroken(lease.broken)
         record = job.record
         assert record.held_from is not None and record.granted_at is not None

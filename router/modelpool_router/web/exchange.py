@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol
 
+from ..core.commands import BreakReason
 from ..core.headers import AnswerHead, ExchangeIds, Framing, answer_head
 from .faults import (
     AnswerRefused,
@@ -72,7 +73,7 @@ class LeaseLike(Protocol):
 
     moved_at: float
     """Set whenever a byte moves; monotonic seconds."""
-    on_break: Callable[[str], None] | None
+    on_break: Callable[[BreakReason], None] | None
     """Set while the exchange runs; ends it with an explicit error, for the reason given."""
 
 
@@ -183,7 +184,7 @@ class Exchange:
         result = self._result("client_gone", "client_gone", keep_alive=False, reset=False)
         return replace(result, status=status)
 
-    def break_off(self, reason: str) -> None:
+    def break_off(self, reason: BreakReason) -> None:
         """End it with an explicit error to the client (`LeaseLike.on_break`)."""
         self._broken = ExchangeBroken(reason)
         if self._done is not None:
@@ -338,7 +339,10 @@ class Exchange:
                 request_id=self._ids.request_id,
             )
             self._sink.end_with(frame)
-        return self._result("upstream_error", error.code, keep_alive=False, reset=not tellable)
+        # Told and framed to its end it is an answer like any other: the client may use the
+        # connection again, and nobody has told it not to.
+        keep_alive = tellable and self._sink.framing is Framing.CHUNKED and not self._close_after
+        return self._result("upstream_error", error.code, keep_alive=keep_alive, reset=not tellable)
 
     def _result(
         self, outcome: Outcome, code: str | None, *, keep_alive: bool, reset: bool

@@ -12,6 +12,8 @@ import json
 import time
 from typing import Final, Literal
 
+from ..core.commands import BreakReason
+
 Family = Literal["openai-chat", "responses", "anthropic", "other"]
 """Whose shape of events a client expects."""
 
@@ -83,34 +85,31 @@ class UpstreamTimeout(ExchangeError):
         super().__init__(f"The model server {what} for {seconds:g} s. Try again later.")
 
 
-_BREAKS: Final[dict[str, tuple[str, int, str]]] = {
-    "drain_timeout": (
+_BREAKS: Final[dict[BreakReason, tuple[str, int, str]]] = {
+    BreakReason.DRAIN_TIMEOUT: (
         "pool_draining",
         503,
         "The answer took longer than this pool's drainTimeout while others waited for the slot.",
     ),
-    "max_generation": (
+    BreakReason.MAX_GENERATION: (
         "upstream_timeout",
         504,
         "The answer took longer than this pool's maxGeneration while others waited for the slot.",
     ),
-    "resident_hung": ("upstream_timeout", 504, "The model server stopped responding."),
-    "resident_lost": ("upstream_reset", 502, "The model server ended while it was answering."),
+    BreakReason.RESIDENT_HUNG: ("upstream_timeout", 504, "The model server stopped responding."),
+    BreakReason.SHUTDOWN: (
+        "pool_draining",
+        503,
+        "The router shuts down and could not wait for the end of this answer.",
+    ),
 }
 
 
 class ExchangeBroken(ExchangeError):
-    """
-    The runtime ended the exchange.
+    """The router ended the exchange; `reason` says why."""
 
-    Attributes:
-        reason: ``drain_timeout``, ``max_generation``, ``resident_hung`` or ``resident_lost``.
-    """
-
-    def __init__(self, reason: str) -> None:
-        code, status, message = _BREAKS.get(
-            reason, ("upstream_reset", 502, "The router ended this answer.")
-        )
+    def __init__(self, reason: BreakReason) -> None:
+        code, status, message = _BREAKS[reason]
         super().__init__(f"{message} Send the request again.")
         self.reason, self.code, self.status = reason, code, status
 

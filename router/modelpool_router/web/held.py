@@ -113,4 +113,4 @@ class HeldStream:
         )
         self.sink.end_with(frame)
         self.sink.release(self._sweep, write_stall_s)
-        return PipedResponse(status=200, keep_alive=False)
+        return PipedResponse(status=200, keep_alive=self.keep_alive)

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from ..core.body import BadBody, inspect_json
 from ..core.catalog import Route, UnknownModel
+from ..core.commands import BreakReason
 from ..core.headers import (
     AnswerHead,
     ExchangeIds,
@@ -345,7 +346,7 @@ class ShortExchange(msgspec.Struct, eq=False):
         self.upstream.abort()
         self._go_on(UpstreamTimeout("sent no answer", self.facts.limits.response_timeout_s))
 
-    def break_off(self, reason: str) -> None:
+    def break_off(self, reason: BreakReason) -> None:
         """The runtime ends the lease."""
         self.upstream.abort()
         self._go_on(ExchangeBroken(reason))

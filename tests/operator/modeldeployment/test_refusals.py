@@ -141,6 +141,21 @@ FROZEN: list[tuple[str, Json, list[str]]] = [
         {"instanceType": "small", "resources": {"accelerator": 2}, "size": 2},
         ["wants 4 cards", 'InstanceType "small" has 3 in all'],
     ),
+    (
+        "V13 capacity by size alone",
+        {"size": 4},
+        ["spec.roles[0].resources.accelerator 1", "a replica of 4 members wants 4 cards"],
+    ),
+    (
+        "V17 degree",
+        {"extraArgs": ["--tensor-parallel-size", "auto"]},
+        ['spec.roles[0].extraArgs --tensor-parallel-size "auto"', "role one", "command"],
+    ),
+    (
+        "V17 width",
+        {"extraArgs": ["-tp=4"], "resources": {"accelerator": 2}},
+        ["role one needs 4 cards and has accelerator 2", "resources.accelerator", "command"],
+    ),
     ("V14", {"resources": {"accelerator": 0}}, ["accelerator 0", "role two uses it too"]),
 ]
 
@@ -159,6 +174,7 @@ async def test_an_edit_that_only_we_can_refuse_freezes_everything(
     edit: dict[str, Any], says: list[str]
 ) -> None:
     lab = Lab(*roles())
+    lab.edit_type("a", capacity={"cards": 3})
     more_types(lab)
     await lab.settle()
     kept = [*lab.uids(name="one"), *lab.uids(name="two")]
@@ -173,6 +189,38 @@ async def test_an_edit_that_only_we_can_refuse_freezes_everything(
     assert (status, reason) == ("False", "Invalid")
     assert all(each in message for each in says), message
     assert lab.status("one")["ready"] == 2
+
+
+@pytest.mark.parametrize(
+    ("edit", "is_accepted"),
+    [
+        ({"extraArgs": ["-tp", "2"]}, False),
+        ({"extraArgs": ["--tensor_parallel_size=2"]}, False),
+        ({"extraArgs": ["-tp", "2"], "resources": {"accelerator": 2}}, True),
+        ({"extraArgs": ["--tp-size", "2", "--pp-size", "2"], "size": 2}, False),
+        ({"extraArgs": ["-tp", "1", "-pp", "$(MODELPOOL_REPLICA_SIZE)"], "size": 2}, True),
+        ({"extraArgs": ["-pp", "$(MODELPOOL_REPLICA_SIZE)"], "size": 1}, False),
+        ({"extraArgs": ["-tp=$(WIDTH)"], "env": [{"name": "WIDTH", "value": "3"}]}, False),
+        ({"extraArgs": ["-tp", "2", "--data-parallel-external-lb"], "size": 2}, False),
+        ({"extraArgs": ["-tp", "9", "-tp", "1"]}, True),
+        ({"extraArgs": ["-tp"]}, False),
+        ({"extraArgs": ["-tp", "2"], "command": ["run"]}, True),
+        (
+            {"extraArgs": ["-tp", "2"], "resources": {"acceleratorSlicedMemoryPercentage": 50}},
+            False,
+        ),
+        ({"extraArgs": ["-tp", "2"], "instanceType": "plain"}, True),
+    ],
+)
+async def test_v17_a_member_is_not_wider_than_its_cards(edit: Json, is_accepted: bool) -> None:
+    lab = Lab(role())
+    more_types(lab)
+    await lab.settle()
+
+    lab.edit(**edit)
+    await lab.look()
+
+    assert lab.condition("Accepted")[0] == str(is_accepted)
 
 
 async def test_an_edit_is_accepted_again_once_it_is_right() -> None:

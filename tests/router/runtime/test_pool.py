@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from modelpool_router.core.commands import Note, NoteKind, RefusalCode
+from modelpool_router.core.commands import BreakReason, Note, NoteKind, RefusalCode
 from modelpool_router.core.events import (
     Idleness,
     LoadAsked,
@@ -280,7 +280,7 @@ async def test_a_refused_dispatch_of_a_member_that_is_well_is_lent_again_at_once
 
 async def test_a_resident_that_hangs_is_ended_and_loaded_afresh() -> None:
     async with bench(hung_after_s=20.0) as b:
-        broken: list[str] = []
+        broken: list[BreakReason] = []
         async with b.pool.lease(A, deadline=b.deadline(), key=None) as lease:
             lease.on_break = broken.append
             await asyncio.sleep(100.0)  # long enough to count as a good load
@@ -292,7 +292,7 @@ async def test_a_resident_that_hangs_is_ended_and_loaded_afresh() -> None:
         await asyncio.sleep(60.0)
         await b.use(A, 0.1)
 
-        assert broken == ["resident_hung"]
+        assert broken == [BreakReason.RESIDENT_HUNG]
         assert b.driver.count("activate", A) == 2
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bothloops import on_both_loops
+from modelpool_router.core.commands import BreakReason
 from modelpool_router.drivers.base import Endpoint
 from modelpool_router.web.faults import (
     ConnectRefused,
@@ -168,20 +169,56 @@ async def test_given_a_stream_that_dies_then_the_client_gets_an_error_event_of_i
         async with await RawClient.connect(relay.port) as client:
             client.post(version=version)
             ended = await relay.end()
-            raw = b""
-            while data := await client.read():
-                raw += data
-
-            body = raw
             if version == b"1.1":
-                assert raw.endswith(LAST_CHUNK), "framed as a whole answer"
-                body = _unchunk(raw)
+                body = _unchunk(await client.read_until(LAST_CHUNK))
+            else:
+                body = b""
+                while data := await client.read():
+                    body += data
             events = body.replace(b"\r\n", b"\n").split(b"\n\n")
             assert events[-1] == b"" and events[-2].startswith(LAST_EVENT[family])
             assert b"upstream_reset" in events[-2] and b"[DONE]" not in body
             assert body.startswith(sent)
             assert ended.result is not None
             assert (ended.outcome, ended.result.code) == ("upstream_error", "upstream_reset")
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@on_both_loops
+async def test_given_a_stream_that_died_then_its_connection_is_as_usable_as_it_was_told(
+    keeps: bool,
+) -> None:
+    """
+    A message with all its chunks leaves the connection open unless its head said otherwise.
+
+    Closed without a word, it would be taken for the next POST by a client that pools, which would
+    then fail for a reason that has nothing to do with it.
+    """
+
+    async def script(link: Link) -> None:
+        await link.read_request()
+        if link.number == 0:
+            await link.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+            link.close()
+        else:
+            await link.send(answer(b"ok"))
+
+    async with RawUpstream(script) as up, Relay(up.port) as relay:
+        async with await RawClient.connect(relay.port) as client:
+            client.post(b"{}", *([] if keeps else [b"Connection: close"]))
+            broken = await client.answer()
+            assert broken.complete and b"upstream_reset" in broken.body
+            assert ("connection" in broken.headers) is not keeps
+            if keeps:
+                client.post()
+                assert (await client.answer()).body == b"ok"
+            else:
+                assert await client.closed()
+
+
+def test_given_any_reason_to_break_an_exchange_off_then_the_client_gets_a_text_of_its_own() -> None:
+    texts = {str(ExchangeBroken(reason)) for reason in BreakReason}
+    assert len(texts) == len(BreakReason)
 
 
 def _unchunk(raw: bytes) -> bytes:
@@ -250,16 +287,16 @@ async def test_given_an_unframed_answer_that_is_reset_then_even_an_old_client_ca
 @pytest.mark.parametrize(
     ("reason", "code", "status"),
     [
-        ("drain_timeout", "pool_draining", 503),
-        ("max_generation", "upstream_timeout", 504),
-        ("resident_hung", "upstream_timeout", 504),
-        ("resident_lost", "upstream_reset", 502),
+        (BreakReason.DRAIN_TIMEOUT, "pool_draining", 503),
+        (BreakReason.MAX_GENERATION, "upstream_timeout", 504),
+        (BreakReason.RESIDENT_HUNG, "upstream_timeout", 504),
+        (BreakReason.SHUTDOWN, "pool_draining", 503),
     ],
 )
 @pytest.mark.parametrize("begun", [False, True])
 @on_both_loops
 async def test_given_the_runtime_ends_an_exchange_then_the_client_is_told_and_the_upstream_let_go(
-    reason: str, code: str, status: int, begun: bool
+    reason: BreakReason, code: str, status: int, begun: bool
 ) -> None:
     async def script(link: Link) -> None:
         await link.read_request()
@@ -297,7 +334,7 @@ async def test_given_the_runtime_ends_an_exchange_that_is_connecting_then_nothin
         connection = await connect(endpoint)
         break_off = relay.leases[0].on_break
         assert break_off is not None
-        break_off("drain_timeout")
+        break_off(BreakReason.DRAIN_TIMEOUT)
         return connection
 
     async with RawUpstream(replies(answer(b"ok"))) as up, Relay(up.port) as relay:
@@ -321,7 +358,7 @@ async def test_given_an_exchange_ended_on_a_slow_client_that_then_leaves_then_al
         await relay.until(lambda: bool(relay.request and relay.request.protocol.writing_paused))
         break_off = relay.leases[0].on_break
         assert break_off is not None and relay.request is not None
-        break_off("drain_timeout")
+        break_off(BreakReason.DRAIN_TIMEOUT)
         assert (await relay.end()).outcome == "upstream_error"
         request = relay.request
         client.reset()

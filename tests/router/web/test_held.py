@@ -185,7 +185,6 @@ async def test_given_another_answer_than_a_stream_then_it_is_an_error_in_the_ope
                 error = (last["response"] if family == "responses" else last)["error"]
                 assert (error["status"], error["code"]) == (status, code)
                 assert message in error["message"] and b"[DONE]" not in rest
-                assert await client.closed()
                 ended = await relay.end()
                 assert ended.result is not None
                 assert (ended.outcome, ended.result.code) == ("upstream_error", code)
@@ -245,12 +244,13 @@ async def test_given_a_refusal_at_the_end_of_the_hold_then_it_is_an_error_in_the
         relay._handle = handle  # type: ignore[method-assign]
         async with relay:
             async with await RawClient.connect(relay.port) as client:
-                client.post()
-                got = await client.answer()
+                for _ in range(2):  # a whole answer: the connection is there for the next one
+                    client.post()
+                    got = await client.answer()
 
-                assert got.complete and got.status == 200
-                assert b'"code":"swap_budget_exceeded","status":503' in got.body
-                assert b"[DONE]" not in got.body and await client.closed()
+                    assert got.complete and got.status == 200
+                    assert b'"code":"swap_budget_exceeded","status":503' in got.body
+                    assert b"[DONE]" not in got.body
             assert len(relay.client.sweep) == 0
 
 

@@ -16,6 +16,7 @@ from modelpool_api.v1alpha1.instancetype import InstanceType
 from modelpool_api.v1alpha1.modeldeployment import ModelDeployment, Role
 
 from .command import owned_flag, port_flag
+from .parallel import Unreadable, degrees
 from .render import asks_for_slice, cards, placement
 
 
@@ -29,20 +30,27 @@ def problems(deployment: ModelDeployment, types: Mapping[str, InstanceType]) -> 
         kind = types.get(role.instance_type)
         if kind is None:
             continue  # the render says so
-        if accepted.get(role.name) == placement(role, kind):
+        if accepted.get(role.name) == _wish(deployment, role, kind):
             continue
         found += _resources(deployment, role, kind, at)
+        found += _parallel(deployment, role, kind, at)
     return found
 
 
 def accept(deployment: ModelDeployment, types: Mapping[str, InstanceType]) -> str:
     """Return what is remembered of a specification without problems; the same for the same one."""
     found = {
-        role.name: placement(role, types[role.instance_type])
+        role.name: _wish(deployment, role, types[role.instance_type])
         for role in deployment.spec.roles
         if role.instance_type in types
     }
     return json.dumps(found, sort_keys=True, separators=(",", ":"))
+
+
+def _wish(deployment: ModelDeployment, role: Role, kind: InstanceType) -> str:
+    """Return all of *role* that is judged against its type: what it asks, and for how many."""
+    asked = degrees(deployment.spec, role)
+    return "/".join((placement(role, kind), str(role.size), "-" if asked is None else str(asked)))
 
 
 def _accepted(deployment: ModelDeployment) -> dict[str, object]:
@@ -127,3 +135,26 @@ def _resources(
             "too, so a replica without one would take the machine share of a card; ask for at "
             "least 1, or name a type without cards"
         )
+
+
+def _parallel(
+    deployment: ModelDeployment, role: Role, kind: InstanceType, at: str
+) -> Iterator[str]:
+    asked = degrees(deployment.spec, role)
+    way_out = "or write the whole command line into command, which nobody reads"
+    if isinstance(asked, Unreadable):
+        yield (
+            f'{at}.extraArgs {asked.flag} "{asked.value}": role {role.name} asks for a parallel '
+            f"degree that is no whole number from 1; correct it, {way_out}"
+        )
+    elif asked is not None:
+        devices = 1 if asks_for_slice(role) else cards(role, kind)
+        width = asked.width(role.size)
+        # A type without cards counts something else than cards.
+        if 0 < devices < width:
+            share = "a slice" if asks_for_slice(role) else f"accelerator {devices}"
+            yield (
+                f"{at}.extraArgs {asked}: each member of role {role.name} needs {width} cards and "
+                f"has {share}; ask for {width} in {at}.resources.accelerator, lower the degrees, "
+                f"{way_out}"
+            )
