@@ -1,0 +1,255 @@
+"""What tests of pools stand on: their objects, what is said of them, and an eye on Pods."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cluster_kubectl import Kubectl, Object, until
+from cluster_objects import GPU, deployment, member_container
+from cluster_router import Front
+from harness import Cluster
+
+VERSION = "modelpool.dev/v1alpha1"
+SLOT = "modelpool.dev/slot"
+RECORD = "modelpool.dev/record"
+INSTANCE = "app.kubernetes.io/instance"
+ROUTER_PORT = 18180
+
+
+class PodWatch:
+    """
+    A watch of the Pods of one namespace: what came and went, in the order of the API server.
+
+    Attributes:
+        told: ``+name`` for a Pod that came into being, ``-name`` for one that is gone; the name
+            is that of the workload above it.
+    """
+
+    def __init__(self, kubectl: Kubectl, namespace: str, *labels: str) -> None:
+        self.told: list[str] = []
+        self._alive: dict[str, str] = {}
+        self._together: list[set[str]] = []
+        only = [word for label in labels for word in ("-l", label)]
+        words = ("get", "pods", "-n", namespace, "-w", "--output-watch-events", "-o", "json")
+        self._process = subprocess.Popen(
+            [str(kubectl.program), *words, *only],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=kubectl.environ(),
+            text=True,
+        )
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+
+    def _read(self) -> None:
+        decoder = json.JSONDecoder()
+        rest = ""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            rest += line
+            if line.startswith((" ", "\t")):
+                continue  # in the middle of an object
+            while rest.strip():
+                try:
+                    event, end = decoder.raw_decode(rest.lstrip())
+                except json.JSONDecodeError:
+                    break
+                rest = rest.lstrip()[end:]
+                self._take(event["type"], event["object"])
+
+    def _take(self, change: str, pod: Object) -> None:
+        uid, name = pod["metadata"]["uid"], workload_of(pod)
+        if change == "DELETED":
+            if self._alive.pop(uid, None) is not None:
+                self.told.append(f"-{name}")
+        elif uid not in self._alive:
+            self._alive[uid] = name
+            self.told.append(f"+{name}")
+        if len(self._alive) > 1:
+            self._together.append(set(self._alive.values()))
+
+    @property
+    def overlaps(self) -> list[set[str]]:
+        """Workloads that had Pods at the same time; of one workload with two Pods its name."""
+        return list(self._together)
+
+    def close(self) -> None:
+        """End the watch, after everything that has happened by now was seen."""
+        time.sleep(0.3)  # events are on their way for less than that
+        self._process.terminate()
+        self._reading.join()
+        self._process.wait(10)
+
+
+def workload_of(pod: Object) -> str:
+    """Return the name of what made *pod*, as its labels tell."""
+    labels = pod["metadata"].get("labels") or {}
+    return str(labels.get("app") or labels.get(INSTANCE) or pod["metadata"]["name"])
+
+
+@contextmanager
+def one_at_a_time(kubectl: Kubectl, namespace: str, *labels: str) -> Iterator[PodWatch]:
+    """Watch Pods all the while; insist that no two of them ever existed at the same time."""
+    watch = PodWatch(kubectl, namespace, *labels)
+    try:
+        yield watch
+    finally:
+        watch.close()
+    assert watch.overlaps == []
+    assert watch.told, "nothing was watched"
+
+
+class Ground:
+    """One namespace with pools in it."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self.cluster = cluster
+        self.kubectl = cluster.kubectl
+        self.namespace = namespace
+
+    # -- objects ----------------------------------------------------------------------------------
+
+    def service(self, name: str, *args: str, gpus: int = 1, **spec: Any) -> Object:
+        """An InferenceService of the fake member."""
+        limits = {"resources": {"limits": {GPU: str(gpus)}}} if gpus else {}
+        return {
+            "apiVersion": VERSION,
+            "kind": "InferenceService",
+            "metadata": {"name": name, "namespace": self.namespace},
+            "spec": {
+                "image": "modelpool.test/member",
+                "args": ["--host", "$(POD_IP)", "--port", "8080", *args],
+                "profile": "llama-server",
+                "terminationGracePeriodSeconds": 5,
+                **limits,
+                **spec,
+            },
+        }
+
+    def deployment(self, name: str, *args: str, gpus: int = 1) -> Object:
+        """A Deployment of the fake member, at 0."""
+        member = member_container("--name", name, *args, gpus=gpus)
+        made = deployment(self.namespace, name, member, terminationGracePeriodSeconds=5)
+        made["spec"]["replicas"] = 0
+        return made
+
+    def stateful_set(self, name: str, *args: str) -> Object:
+        """A StatefulSet of the fake member, at 0."""
+        made = self.deployment(name, *args)
+        del made["spec"]["strategy"]
+        made["spec"] |= {"serviceName": name}
+        return {**made, "kind": "StatefulSet"}
+
+    def pool(self, name: str, *members: Object, **spec: Any) -> Object:
+        """A ModelPool."""
+        return {
+            "apiVersion": VERSION,
+            "kind": "ModelPool",
+            "metadata": {"name": name, "namespace": self.namespace},
+            "spec": {"members": list(members), **spec},
+        }
+
+    def router(self, *pools: str, **spec: Any) -> Object:
+        """A ModelRouter called ``front``."""
+        return {
+            "apiVersion": VERSION,
+            "kind": "ModelRouter",
+            "metadata": {"name": "front", "namespace": self.namespace},
+            "spec": {
+                "pools": [{"name": each} for each in pools],
+                "allowAnonymous": True,
+                "image": "modelpool.test/router",
+                "port": ROUTER_PORT,
+                "shutdownDelay": "0s",
+                "shutdownTimeout": "5s",
+                **spec,
+            },
+        }
+
+    def apply(self, *objects: Object) -> None:
+        """Apply *objects*."""
+        self.kubectl.apply(*objects)
+
+    def patch(self, what: str, patch: Object) -> None:
+        """Merge *patch* into an object, as in ``mpool/gpu0``."""
+        self.kubectl("patch", what, "-n", self.namespace, "--type=merge", "-p", json.dumps(patch))
+
+    # -- what is so -------------------------------------------------------------------------------
+
+    def get(self, *args: str) -> Object:
+        """An object of the namespace; empty when it is not there."""
+        return self.kubectl.get(*args, "-n", self.namespace)
+
+    def status(self, pool: str = "gpu0") -> Object:
+        """The status of a ModelPool."""
+        found: Object = self.get("modelpool", pool).get("status", {})
+        return found
+
+    def condition(self, kind: str, pool: str = "gpu0") -> str:
+        """``True/Resident`` and the like; empty when there is none."""
+        return next(iter(self._conditions(kind, pool, "{status}/{reason}")), "")
+
+    def message(self, kind: str, pool: str = "gpu0") -> str:
+        """The message of a condition."""
+        return next(iter(self._conditions(kind, pool, "{message}")), "")
+
+    def _conditions(self, kind: str, pool: str, form: str) -> list[str]:
+        found = self.status(pool).get("conditions", [])
+        return [form.format(**each) for each in found if each["type"] == kind]
+
+    def phases(self, pool: str = "gpu0") -> dict[str, str]:
+        """The phases of the members."""
+        return {each["name"]: each["phase"] for each in self.status(pool).get("members", [])}
+
+    def events(self, about: str = "gpu0") -> list[str]:
+        """Reasons of the Events about one object, as they came; repeated ones once."""
+        listed = self.kubectl.items("events.events.k8s.io", "-n", self.namespace)
+        found = [each for each in listed if each.get("regarding", {}).get("name") == about]
+        found.sort(key=lambda each: str(each.get("eventTime") or ""))
+        return [str(each["reason"]) for each in found]
+
+    def replicas(self, what: str) -> int:
+        """What an object asks for, as in ``deployment/judge``."""
+        return int(self.get(what)["spec"].get("replicas", 0))
+
+    def mark(self, what: str) -> str:
+        """The slot that an object says it belongs to; empty when it says nothing."""
+        return str(self.get(what)["metadata"].get("annotations", {}).get(SLOT, ""))
+
+    def generations(self, *what: str) -> list[tuple[int, str]]:
+        """What changes when anybody changes the spec of an object, or its mark."""
+        return [(self.get(each)["metadata"]["generation"], self.mark(each)) for each in what]
+
+    def pods(self, workload: str) -> list[Object]:
+        """The Pods of a workload."""
+        listed = self.kubectl.items("pods", "-n", self.namespace)
+        return [each for each in listed if workload_of(each) == workload]
+
+    def record(self, pool: str = "gpu0") -> Any:
+        """The slot record."""
+        lease = self.get("lease", f"modelpool-{pool}")
+        return json.loads(lease["metadata"]["annotations"][RECORD])
+
+    def front(self, timeout_s: float = 90) -> Front:
+        """The router of the ModelRouter, once it is ready."""
+
+        def ready() -> Object | None:
+            if self.get("mrouter", "front").get("status", {}).get("phase") != "Ready":
+                return None
+            pods = [each for each in self.pods("front") if not is_ending(each)]
+            return pods[0] if len(pods) == 1 else None
+
+        found = until(ready, "the router is ready", timeout_s)
+        assert found is not None
+        return Front(f"{found['status']['podIP']}:{ROUTER_PORT}")
+
+
+def is_ending(obj: Object) -> bool:
+    """Whether *obj* was asked to go."""
+    return "deletionTimestamp" in obj["metadata"]

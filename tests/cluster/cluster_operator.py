@@ -1,0 +1,57 @@
+"""The operator as a process beside a real cluster, and the objects that are shipped with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster_kubectl import Object
+
+ROOT = Path(__file__).parents[2]
+
+
+def base() -> Iterator[Object]:
+    """Yield the shipped objects, but for the Deployment: its image cannot be pulled here."""
+    for folder in ("crds", "operator", "policy"):
+        listed = yaml.safe_load((ROOT / "manifests" / folder / "kustomization.yaml").read_text())
+        for name in listed["resources"]:
+            for each in yaml.safe_load_all((ROOT / "manifests" / folder / name).read_text()):
+                if each["kind"] != "Deployment":
+                    yield each
+
+
+class Operator:
+    """A `modelpool-operator` process."""
+
+    def __init__(self, kubeconfig: Path, log: Path, name: str) -> None:
+        self.log = log
+        with log.open("ab") as sink:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    *("-m", "modelpool_operator"),
+                    *("--kubeconfig", str(kubeconfig), "--identity", name),
+                    *("--lease-namespace", "modelpool-system", "--listen", "127.0.0.1:0"),
+                ],
+                stdout=sink,
+                stderr=sink,
+                env={**os.environ, "PYTHONPATH": str(ROOT / "operator")},
+            )
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """End it; return its exit code."""
+        self._process.send_signal(number)
+        return self._process.wait(timeout=30)
+
+    def said(self) -> list[Any]:
+        """Return its log."""
+        lines = self.log.read_text("utf-8").splitlines()
+        return [json.loads(each) for each in lines if each.startswith("{")]
