@@ -51,6 +51,13 @@ MUTANTS = (
     ),
     Mutant(
         "R26",
+        "members that are going are captured as well",
+        REPLACEMENT,
+        "uids = {member.uid for member in place.members} | set(more)",
+        "uids = {member.uid for member in place.standing} | set(more)",
+    ),
+    Mutant(
+        "R26",
         "the Workload is captured",
         REPLACEMENT,
         "workload_uid=workload.uid if workload is not None else slot.current_workload_uid",
@@ -78,6 +85,14 @@ MUTANTS = (
             except Conflict:
                 pass
 """,
+    ),
+    Mutant(
+        "R26",
+        "a replica that was selected stops answering",
+        f"{PLAN}/routing.py",
+        "            if replica.ordinal in condemned:\n"
+        "                found[member.uid] = False\n            elif",
+        "            if",
     ),
     Mutant(
         "R27",
@@ -199,6 +214,17 @@ MUTANTS = (
         ENGINE,
         "        except NotServed:\n            raise KubeError(",
         "        except KubeError:\n            return ()\n            raise KubeError(",
+    ),
+    Mutant(
+        "R36",
+        "a read of Pods that failed is no answer",
+        ENGINE,
+        "        pods = (await self._port.list(PODS, namespace, labels=kueue.GROUP_LABEL)).items\n",
+        """        try:
+            pods = (await self._port.list(PODS, namespace, labels=kueue.GROUP_LABEL)).items
+        except KubeError:
+            pods = ()
+""",
     ),
     Mutant(
         "R37",
@@ -354,6 +380,20 @@ MUTANTS = (
     ),
     Mutant(
         "R49.1",
+        "no two members sit on one seat",
+        ADMISSION,
+        " or member.index in seats:",
+        ":",
+    ),
+    Mutant(
+        "R49.1",
+        "no member is going",
+        ADMISSION,
+        "        if not member.stands:\n",
+        "        if not member:\n",
+    ),
+    Mutant(
+        "R49.1",
         "members are of the newest configuration",
         ADMISSION,
         "if member.ordinal is None or member.hash != render.hash(member.ordinal, member.index):",
@@ -365,6 +405,13 @@ MUTANTS = (
         ADMISSION,
         "    if not workload.is_admitted:\n",
         "    if not workload.is_admitted and not workload.has_quota:\n",
+    ),
+    Mutant(
+        "R49.2",
+        "the Workload is the one of the group",
+        ADMISSION,
+        "(each for each in workloads if each.stands_on(render.group(ordinal)))",
+        "(each for each in workloads)",
     ),
     Mutant(
         "R49.3",
@@ -382,6 +429,13 @@ MUTANTS = (
     ),
     Mutant(
         "R49.4",
+        "the PodSets are of the members",
+        ADMISSION,
+        '            return f"Workload {workload.name} has a PodSet {name} of no member"\n',
+        "            continue\n",
+    ),
+    Mutant(
+        "R49.4",
         "the PodSets count as many",
         ADMISSION,
         'if pod_set.get("count", 1) != len(group):',
@@ -393,6 +447,41 @@ MUTANTS = (
         ADMISSION,
         "if (theirs[name].get(key) or None) != (container.get(key) or None):",
         'if key == "none":',
+    ),
+    Mutant(
+        "R49.5",
+        "the containers are the members'",
+        ADMISSION,
+        "    if theirs.keys() != ours.keys():\n",
+        "    if not theirs:\n",
+    ),
+    Mutant(
+        "R49.5",
+        "the image is the members'",
+        ADMISSION,
+        '_COMPARED = ("image", "command", "args", "env")',
+        '_COMPARED = ("command", "args", "env")',
+    ),
+    Mutant(
+        "R49.5",
+        "the command is the members'",
+        ADMISSION,
+        '_COMPARED = ("image", "command", "args", "env")',
+        '_COMPARED = ("image", "args", "env")',
+    ),
+    Mutant(
+        "R49.5",
+        "the args are the members'",
+        ADMISSION,
+        '_COMPARED = ("image", "command", "args", "env")',
+        '_COMPARED = ("image", "command", "env")',
+    ),
+    Mutant(
+        "R49.5",
+        "the environment is the members'",
+        ADMISSION,
+        '_COMPARED = ("image", "command", "args", "env")',
+        '_COMPARED = ("image", "command", "args")',
     ),
     Mutant(
         "R49.5",
@@ -428,6 +517,13 @@ MUTANTS = (
         ADMISSION,
         'if condition_status(workload.status, kueue.EVICTED) == "True":',
         'if condition_status(workload.status, kueue.EVICTED) == "Maybe":',
+    ),
+    Mutant(
+        "R49.8",
+        "a Workload that is going admits nobody",
+        ADMISSION,
+        "    if workload.is_going:\n",
+        "    if workload is None:\n",
     ),
     Mutant(
         "R49.8",

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mdep_lab import NAMESPACE, Lab, role
 from memkueue import condition, going
-from modelpool_kube.kinds import PODS, WORKLOADS, Json, uid
+from modelpool_api.v1alpha1.instancetype import InstanceType
+from modelpool_api.v1alpha1.modeldeployment import ModelDeployment
+from modelpool_kube.kinds import INSTANCE_TYPES, PODS, WORKLOADS, Json, uid
+from modelpool_operator.plan.modeldeployment.admission import why_not_admitted
+from modelpool_operator.plan.modeldeployment.render import render
+from modelpool_operator.plan.modeldeployment.sight import Member, read_member, read_workload
 
 
 async def waiting(lab: Lab, **edit: Any) -> None:
@@ -160,6 +166,10 @@ def _evicted(workload: Json) -> None:
     workload["status"]["conditions"].append({"type": "Evicted", "status": "True"})
 
 
+def _going(workload: Json) -> None:
+    workload["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+
+
 def _without_admission(workload: Json) -> None:
     workload["status"]["admission"] = None
 
@@ -184,6 +194,7 @@ DIFFERENCES: list[tuple[str, Callable[[Json], None]]] = [
     ("has 2 PodSets, not 1", _second_set),
     ("was not made of", _disowned),
     ("is evicted", _evicted),
+    ("is being deleted", _going),
     ("is admitted to nothing", _without_admission),
     ("not admitted yet", _not_admitted),
 ]
@@ -274,6 +285,24 @@ async def test_members_that_differ_are_not_admitted_afresh(
 
     assert lab.slot()["phase"] == "WaitingForAdmission"
     assert says in lab.status()["replacement"]["reason"]
+
+
+async def test_the_proof_stands_alone_against_members_that_leave_or_share_a_seat() -> None:
+    lab = Lab(role(size=2))
+    await lab.settle()
+    deployment = ModelDeployment.model_validate(lab.deployment)
+    kind = InstanceType.model_validate(lab.cluster.must(INSTANCE_TYPES, None, "a"))
+    wanted = render(deployment, {"a": kind})["server"]
+    workloads = [read_workload(each) for each in lab.cluster.all(WORKLOADS, NAMESPACE)]
+    first, second = (read_member(pod) for pod in lab.pods(0))
+
+    def why(*members: Member) -> str | None:
+        return why_not_admitted(members, workloads, wanted, 0)
+
+    assert why(first, second) is None
+    assert why(first, replace(second, is_going=True)) == f"{second.name} is going"
+    double = replace(second, index=first.index, hash=first.hash)
+    assert why(first, double) == f"{second.name} sits on no seat of its own"
 
 
 async def test_a_newcomer_on_the_old_reservation_is_not_admitted_afresh() -> None:
