@@ -110,6 +110,27 @@ pools:
 
 
 @pytest.mark.parametrize(
+    ("written", "looks_every_s", "hung_after_s"),
+    [
+        ("", 2.0, 60.0),
+        ("hungAfter: 1200ms", 0.4, 1.2),
+        ("hungAfter: 1h", 2.0, 3600.0),
+        ("healthInterval: 90s", 90.0, 270.0),
+        ("healthInterval: 50ms", 0.05, 60.0),
+        ("healthInterval: 10s, hungAfter: 10s", 10.0, 10.0),
+    ],
+)
+def test_of_two_settings_that_are_bound_the_one_that_nobody_wrote_follows(
+    written: str, looks_every_s: float, hung_after_s: float
+) -> None:
+    members = 'members: [{name: a, command: [serve, "{port}"]}]'
+    pool = parse(f"pools: [{{name: gpu0, {members}, {written}}}]\n").pool("gpu0")
+
+    assert pool.looks_every_s == pytest.approx(looks_every_s)
+    assert pool.spec().hung_after_s == hung_after_s
+
+
+@pytest.mark.parametrize(
     ("profile", "idle_path", "parallel", "has_probe"),
     [
         (Profile.LLAMA_SERVER, None, 16, True),

@@ -690,7 +690,7 @@ CASES: dict[str, tuple[str, Problem]] = {
         ),
     ),
     "a hang that nobody looks for": (
-        in_pool("hungAfter: 1s"),
+        in_pool("hungAfter: 1s\n    healthInterval: 2s"),
         Problem(
             "pool.yaml",
             3,

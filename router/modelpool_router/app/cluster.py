@@ -102,7 +102,7 @@ class Cluster:
             standing=standing,
             view=view,
             default=default_of(pool),
-            limits=KubeLimits(adopt_s=pool.load_timeout_s, hung_s=pool.hung_after_s),
+            limits=KubeLimits(adopt_s=pool.load_timeout_s, hung_s=pool.is_hung_after_s),
         )
 
 

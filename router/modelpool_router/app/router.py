@@ -137,7 +137,7 @@ class Router:
             make_driver=self._make_driver,
             listener=self._noted,
             store=RecordStore(settings.state_dir),
-            health_interval_s=lambda pool: self.settings.pool(pool).health_interval_s,
+            health_interval_s=lambda pool: self.settings.pool(pool).looks_every_s,
             violation=self._metrics.residency_violation,
         )
         self._dispatcher = Dispatcher(self._pools, self._client)

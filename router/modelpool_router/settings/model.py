@@ -61,6 +61,9 @@ class Profile(StrEnum):
 PARALLEL_BY_PROFILE = {Profile.VLLM: 256}
 """vLLM batches by itself; llama-server reports its slots when it is up."""
 PARALLEL_OTHERWISE = 16
+HEALTH_INTERVAL_S = 2.0
+LOOKS_UNTIL_HUNG = 3
+"""One probe that is late proves nothing; of two settings that are bound so one may be left out."""
 
 
 class HoldKeepalive(StrEnum):
@@ -94,7 +97,12 @@ def yaml_name(attribute: str) -> str:
 
 
 class Section(BaseModel):
-    """One level of the configuration; frozen, and strict about names."""
+    """
+    One level of the configuration; frozen, and strict about names.
+
+    Attributes have docstrings; `shape.prose_of` reads them. pydantic could, but would do so at
+    every start.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -382,10 +390,12 @@ class Pool(Section):
     moves without demand."""
     hung_after_s: Annotated[float, Duration("100ms", "24h")] = 60.0
     """Time for which readiness and idle probes must fail, with no answer progressing, until a
-    resident counts as lost and is stopped; 60 s outlasts a long prompt on a busy machine."""
-    health_interval_s: Annotated[float, Duration("10ms", "10m")] = 2.0
-    """Time between two looks at the resident; 2 s notices a hung engine early at next to no
-    cost."""
+    resident counts as lost and is stopped; of an engine without an idle probe the readiness probe
+    alone. 60 s outlasts a long prompt on a busy machine. Unset it is never less than three times
+    `healthInterval`."""
+    health_interval_s: Annotated[float | None, Duration("10ms", "10m", "auto")] = None
+    """Time between two looks at the resident; auto: 2 s, which notices a hung engine early at next
+    to no cost, or a third of `hungAfter` if that is less."""
     restore: bool = True
     """Whether the last good resident is loaded again when the member that displaced it failed
     and nobody waits."""
@@ -403,6 +413,20 @@ class Pool(Section):
     def is_in_kubernetes(self) -> bool:
         """True when its members are objects of Kubernetes."""
         return any(member.kubernetes is not None for member in self.members)
+
+    @property
+    def looks_every_s(self) -> float:
+        """`healthInterval` in force."""
+        if self.health_interval_s is not None:
+            return self.health_interval_s
+        return min(HEALTH_INTERVAL_S, self.hung_after_s / LOOKS_UNTIL_HUNG)
+
+    @property
+    def is_hung_after_s(self) -> float:
+        """`hungAfter` in force."""
+        if "hung_after_s" in self.model_fields_set:
+            return self.hung_after_s
+        return max(self.hung_after_s, LOOKS_UNTIL_HUNG * self.looks_every_s)
 
     def member(self, name: str) -> Member:
         """Return the member called *name*; `KeyError` if there is none."""
@@ -428,7 +452,7 @@ class Pool(Section):
             max_generation_s=self.max_generation_s,
             idle_unload_after_s=self.idle_unload_after_s,
             reclaim_default_after_s=self.reclaim_default_after_s,
-            hung_after_s=self.hung_after_s,
+            hung_after_s=self.is_hung_after_s,
             restore=self.restore,
         )
 

@@ -373,10 +373,10 @@ def _timers(settings: Settings, source: Source) -> Iterator[Problem]:
                     f"of the pool ({format_duration(pool.load_timeout_s)})",
                     "raise loadTimeout of the pool or lower expectedLoad",
                 )
-        if pool.health_interval_s > pool.hung_after_s:
+        if pool.looks_every_s > pool.is_hung_after_s:  # both are written, then
             yield source.problem(
                 (*here, "hungAfter"),
                 f"{format_duration(pool.hung_after_s)} is shorter than healthInterval "
-                f"({format_duration(pool.health_interval_s)}), so that no look falls into it",
+                f"({format_duration(pool.looks_every_s)}), so that no look falls into it",
                 "raise hungAfter or lower healthInterval",
             )

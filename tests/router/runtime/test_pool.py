@@ -81,11 +81,9 @@ class Bench:
 
 @asynccontextmanager
 async def bench(**rules: object) -> AsyncIterator[Bench]:
-    spec = PoolSpec(
-        PoolName("p"),
-        {A: MemberSpec(A, expected_load_s=2.0), B: MemberSpec(B, expected_load_s=2.0)},
-        **{"linger_s": 0.0, **rules},  # type: ignore[arg-type]  # rules are PoolSpec's own
-    )
+    members = {A: MemberSpec(A, expected_load_s=2.0), B: MemberSpec(B, expected_load_s=2.0)}
+    told = {"members": members, "linger_s": 0.0, **rules}
+    spec = PoolSpec(PoolName("p"), **told)  # type: ignore[arg-type]  # rules are PoolSpec's own
     made = Bench(spec)
     await made.pool.start()
     try:
@@ -306,6 +304,19 @@ async def test_an_idle_resident_that_hangs_gives_way_to_who_waits() -> None:
 
         assert NoteKind.RESIDENT_LOST in b.kinds()
         assert b.driver.count("activate", B) == 1
+
+
+async def test_of_an_engine_without_an_idle_probe_readiness_alone_tells_that_it_hangs() -> None:
+    """There is no second probe to fail; its driver would call it idle whatever happens."""
+    member = MemberSpec(A, has_idle_probe=False)
+    async with bench(hung_after_s=20.0, members={A: member, B: MemberSpec(B)}) as b:
+        await b.use(A, 0.1)
+        await asyncio.sleep(100.0)
+        b.driver.behaviours[A].ready = False
+        b.driver.behaviours[A].idle = Idleness.IDLE
+        await asyncio.sleep(30.0)
+
+        assert NoteKind.RESIDENT_LOST in b.kinds()
 
 
 async def test_a_resident_that_hangs_is_ended_although_clients_keep_coming() -> None:
