@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
+import conditionspage
 from mdep_checks import OPERATOR, Checks, ordinal_of, role_of
 from memcluster import Admit, MemCluster, MemPort, copied
 from memkueue import GROUP, Garbage, Kueue, Node, condition, going
@@ -68,6 +69,7 @@ class Lab:
         self.node = Node(self.cluster)
         self.garbage = Garbage(self.cluster)
         self.checks = Checks(self.cluster, NAMESPACE, NAME)
+        self.cluster.after_write.append(conditionspage.check_write)
         self.told: list[Note] = []
         self.errors: list[KubeError] = []
         self._starts = 0

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import conditionspage
 from memcluster import MemCluster, MemPort, Write
 from memcontrollers import World, deployment, is_finished, runs
 from modelpool_api.names import (
@@ -181,6 +182,7 @@ class OperatorWorld:
         self.world = World(self.cluster, gpus=self.gpus)
         self.members = Members(self.cluster)
         self.cluster.after_write.append(self.check_write)
+        self.cluster.after_write.append(conditionspage.check_write)
 
     # Making things
 
