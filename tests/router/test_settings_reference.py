@@ -12,11 +12,11 @@ import pytest
 from modelpool_router.settings import parse
 from modelpool_router.settings.reference import REFERENCE_FILE, default_text, reference_text
 from modelpool_router.settings.schema import SCHEMA_FILE, json_schema, schema_text
-from modelpool_router.settings.shape import Key, keys_of, sections, type_text
+from modelpool_router.settings.shape import Key, keys_of, prose_of, sections, type_text
 
 DOCS = Path(__file__).parents[2] / "docs"
 KEYS = [
-    pytest.param(key, id=f"{path}.{key.name}")
+    pytest.param(key, prose_of(section), id=f"{path}.{key.name}")
     for path, section in sections().items()
     for key in keys_of(section).values()
 ]
@@ -31,11 +31,9 @@ def test_published_file_is_made_from_this_code(file: str, text: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_every_key_is_explained(key: Key) -> None:
-    description = " ".join((key.info.description or "").split())
-
-    assert re.fullmatch(r"[A-Z`].{15,}\.", description)
+@pytest.mark.parametrize(("key", "prose"), KEYS)
+def test_every_key_is_explained(key: Key, prose: dict[str, str]) -> None:
+    assert re.fullmatch(r"[A-Z`].{15,}\.", prose[key.attribute])
     assert type_text(key)
     assert default_text(key)
     assert f"| `{key.name}` |" in reference_text()

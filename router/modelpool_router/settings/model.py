@@ -110,7 +110,6 @@ class Section(BaseModel):
         alias_generator=yaml_name,
         validate_by_name=True,
         validate_by_alias=True,
-        use_attribute_docstrings=True,
         hide_input_in_errors=True,
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from .environment import NOT_SETTINGS, PREFIX
 from .model import Section
 from .schema import SCHEMA_FILE, default_value, schema_text
-from .shape import Key, Kind, keys_of, sections, type_text
+from .shape import Key, Kind, keys_of, prose_of, sections, type_text
 
 REFERENCE_FILE = "configuration.md"
 
@@ -121,8 +121,9 @@ def reference_text() -> str:
 
 def _table(section: type[Section]) -> str:
     rows = ["| key | type | default | what and why |", "|---|---|---|---|"]
+    prose = prose_of(section)
     for key in keys_of(section).values():
-        text = " ".join((key.info.description or "").split()).replace("|", "\\|")
+        text = prose.get(key.attribute, "").replace("|", "\\|")
         rows.append(f"| `{key.name}` | {type_text(key)} | {default_text(key)} | {text} |")
     return "\n".join(rows) + "\n"
 

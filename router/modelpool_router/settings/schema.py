@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from .model import Settings
-from .shape import Key, Kind, keys_of, sections
+from .model import Section, Settings
+from .shape import Key, Kind, keys_of, prose_of, sections
 from .units import Duration, Size
 
 SCHEMA_FILE = "modelpool.schema.json"
@@ -31,6 +31,10 @@ class _Generator(GenerateJsonSchema):
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a configuration file."""
     raw = Settings.model_json_schema(by_alias=True, schema_generator=_Generator, mode="validation")
+    for name, section in _by_class_name().items():
+        target = raw if name == "Settings" else raw["$defs"].get(name)
+        if target is not None:
+            _set_prose(target, section)
     tidy = _tidy(raw)
     assert isinstance(tidy, dict)
     for name, section in _by_class_name().items():
@@ -48,7 +52,7 @@ def schema_text() -> str:
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
-def _by_class_name() -> dict[str, Any]:
+def _by_class_name() -> dict[str, type[Section]]:
     return {section.__name__: section for section in sections().values()}
 
 
@@ -74,6 +78,16 @@ def _tidy(node: Any) -> Any:
     if isinstance(tidy.get("description"), str):
         tidy["description"] = " ".join(tidy["description"].split())
     return tidy
+
+
+def _set_prose(target: dict[str, Any], section: type[Section]) -> None:
+    prose = prose_of(section)
+    for key in keys_of(section).values():
+        if key.attribute in prose:
+            # In place of what its class says, if it is a section; keys in order, as pydantic's.
+            value = target["properties"][key.name]
+            value["description"] = prose[key.attribute]
+            target["properties"][key.name] = dict(sorted(value.items()))
 
 
 def _set_default(target: dict[str, Any], key: Key) -> None:

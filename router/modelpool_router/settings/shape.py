@@ -6,11 +6,15 @@ Read from the pydantic models, for the environment, the suggestions and the refe
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
@@ -65,6 +69,21 @@ def _keys(section: type[Section]) -> Iterator[Key]:
     for attribute, info in section.model_fields.items():
         kind, below = _kind(info.annotation)
         yield Key(str(info.alias), attribute, kind, below, info)
+
+
+def prose_of(section: type[Section]) -> dict[str, str]:
+    """Return the docstrings of the attributes of *section*, each on one line; needs the source."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: " ".join(below.value.value.split())
+        for field, below in pairwise(body.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }
 
 
 def _kind(annotation: Any) -> tuple[Kind, type[Section] | None]:
