@@ -97,6 +97,22 @@ async def test_t30_a_stranger_under_a_captured_name_lives_and_holds_the_place(ow
     assert lab.record is None and len(lab.pods()) == 2
 
 
+async def test_i8_nobody_answers_from_a_place_that_is_being_cleaned_up() -> None:
+    lab = Lab(role())
+    await lab.settle()
+    old = lab.pods()[0]
+    lab.edit(image="engine:2")
+    await lab.look()
+    meta = {key: old["metadata"][key] for key in ("labels", "annotations", "ownerReferences")}
+    newcomer = {"metadata": {"name": "newcomer", **meta}, "spec": old["spec"]}
+    kept = uid(lab.cluster.put(PODS, NAMESPACE, newcomer, actor="stranger"))
+
+    await lab.look(2)
+
+    assert lab.slot()["phase"] == "Cleanup"
+    assert kept in lab.uids() and lab.matched("chat") == set()
+
+
 async def test_t32_three_old_members_and_a_workload_leave_before_one_is_made() -> None:
     lab = Lab(role(size=3))
     await lab.settle()
@@ -310,6 +326,18 @@ async def test_r46_the_recorded_workload_is_deleted_though_it_lost_its_owners() 
     await lab.look()
 
     assert lab.slot()["phase"] == "Cleanup" and going(lab.workload() or {})
+
+
+async def test_r26_a_member_that_is_going_already_is_captured_with_the_others() -> None:
+    lab = Lab(role(size=2))
+    await lab.settle()
+    old = lab.uids()
+    lab.remove(lab.pods()[1])
+    assert going(lab.pods()[1])
+
+    await lab.look()
+
+    assert lab.slot()["cause"] == "broken" and lab.slot()["memberUIDs"] == sorted(old)
 
 
 async def test_r28_what_is_going_is_not_deleted_again() -> None:
