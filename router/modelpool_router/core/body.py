@@ -66,6 +66,12 @@ def inspect_json(data: Text, *, model_required: bool = True) -> BodyFacts:
         BadBody: with the first of: not JSON, duplicate key, not an object, wrong model, wrong
             stream.
     """
+    if isinstance(data, bytes):
+        plain = jsontext.plain_object(data)
+        if plain is not None:
+            name, stream = plain.get("model"), plain.get("stream")
+            if type(name) is str and name and (stream is None or type(stream) is bool):
+                return BodyFacts(name, stream is True)
     try:
         wanted = jsontext.top_level(data)
     except jsontext.NotJson as error:

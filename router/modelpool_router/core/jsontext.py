@@ -29,7 +29,7 @@ MAX_TOP_LEVEL_KEYS = 1024
 """Real bodies have some thirty; each costs a Python call, so a flood of them is refused early."""
 
 _COPIED = 8 * 1024 * 1024  # for the moment of the inspection
-_SHORT = 16 * 1024  # so that the names of one text are few
+_SHORT = 16 * 1024  # so that the values of one text are few
 _PIECE = 64 * 1024  # fits a second-level cache, and below what glibc maps anew each time
 _SPACE = rb"[ \t\r\n]*"
 
@@ -117,6 +117,7 @@ _OURS = {"model": _MODEL, "stream": _STREAM}
 _names = msgspec.json.Decoder(dict[_Key, msgspec.Raw])
 _any = msgspec.json.Decoder(msgspec.Raw)
 _ordered = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_values = msgspec.json.Decoder()
 
 
 def top_level(text: Text) -> Wanted:
@@ -130,9 +131,6 @@ def top_level(text: Text) -> Wanted:
     """
     if not isinstance(text, bytes) and len(text) <= _COPIED:
         text = bytes(text)  # searched much faster than what is mapped
-    short = _short_top_level(text) if len(text) <= _SHORT else None
-    if short is not None:
-        return short
     _check_pieces(text)
     _seen.restart()
     try:
@@ -155,35 +153,29 @@ def top_level(text: Text) -> Wanted:
     return Wanted(model=found.get(_MODEL), stream=found.get(_STREAM))
 
 
-def _short_top_level(text: Text) -> Wanted | None:
+def plain_object(text: bytes) -> dict[str, object] | None:
     """
-    Return what `top_level` would, if that can be told from lengths; None if not.
+    Return the decoded object if *text* is a short one that `top_level` accepts; None if in doubt.
+
+    Decoding a short text costs less than looking at it in any other way, and msgspec then checks
+    UTF-8 and the range of numbers too; all but integers of hundreds of digits.
 
     The length of an object without blanks around its values is that of its names and values, and
     a byte or two for each. Any blank, any escape in a name and any second value of a name makes
     the text longer than what the dictionary accounts for; so if it is just as long, there is none.
     """
-    if not isinstance(text, bytes):
+    if len(text) > _SHORT or (_may_be_long(text[::_STRIDE]) and _SOME_DIGITS in _classes(text)):
         return None
-    if not text.isascii():
-        try:
-            codecs.utf_8_decode(text)
-        except UnicodeDecodeError:
-            return None
-    classes = text.translate(_CLASSES)
-    if b"0e" in classes or _SOME_DIGITS in classes:
-        return None  # a number may be out of range
     try:
-        found = _ordered.decode(text)
+        values: dict[str, object] = _values.decode(text)
+        raw = _ordered.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return None  # the long way says what is wrong
-    if len(found) > MAX_TOP_LEVEL_KEYS:
-        return None
     # {, and for each two quotes, a colon, and a comma or }
-    accounted = 1 + 4 * len(found) + len("".join(found)) + len(b"".join(found.values()))
-    if accounted != len(text):
+    accounted = 1 + 4 * len(raw) + len("".join(raw)) + len(b"".join(raw.values()))
+    if accounted != len(text) or len(raw) > MAX_TOP_LEVEL_KEYS:
         return None
-    return Wanted(model=found.get("model"), stream=found.get("stream"))
+    return values
 
 
 def value_span(text: Text, name: str) -> tuple[int, int]:
@@ -231,6 +223,8 @@ _CLASSES = bytes(
     for c in range(256)
 )
 _MANY_DIGITS = 200
+_STRIDE = 100  # so that two neighbours of a sample are in any run of many digits
+_may_be_long = re.compile(rb"[0-9]{2}").search
 _SOME_DIGITS = b"0" * 8
 _CANDIDATES = (b"0e000", b"0e+000", b"0" * _MANY_DIGITS)
 _OVERLAP = 256
@@ -305,7 +299,7 @@ def _is_suspicious(text: Text) -> bool:
     tail = b""
     while at < size:
         piece = bytes(text[at : at + _PIECE])
-        classes = (tail + piece).translate(_CLASSES)
+        classes = _classes(tail + piece)
         start = at - len(tail)
         # nearly always there is neither an exponent nor a long run of digits
         odd = b"0e" in classes or _SOME_DIGITS in classes
@@ -319,6 +313,10 @@ def _is_suspicious(text: Text) -> bool:
         tail = piece[-_OVERLAP:]
         at += len(piece)
     return False
+
+
+def _classes(text: bytes) -> bytes:
+    return text.translate(_CLASSES)
 
 
 def _may_overflow(text: Text, at: int) -> bool:

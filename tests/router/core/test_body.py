@@ -347,27 +347,46 @@ _pairs = st.lists(
     st.sampled_from([(",", ":"), (", ", ": "), (",", " :"), (" ,", ":")]),
     st.sampled_from(["", " ", "\n"]),
 )
-def test_the_short_way_to_the_top_level_finds_what_the_long_one_does(
+def test_a_plain_object_is_what_the_long_way_finds(
     pairs: list[tuple[str, str]], separators: tuple[str, str], around: str
 ) -> None:
     comma, colon = separators
     inner = comma.join(f"{name}{colon}{value}" for name, value in pairs)
     text = f"{around}{{{inner}}}{around}".encode()
 
-    short = jsontext._short_top_level(text)
+    plain = jsontext.plain_object(text)
 
-    if short is not None:
+    if plain is not None:
         found = jsontext.top_level(text)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jsontext, "_SHORT", -1)
-            assert jsontext.top_level(text) == found == short
+        for name, raw in (("model", found.model), ("stream", found.stream)):
+            assert (raw is not None) == (name in plain)
+            assert raw is None or json.loads(bytes(raw)) == plain[name]
         names = [json.loads(name) for name, _ in pairs]
         assert len(set(names)) == len(names)
 
 
-def test_an_ordinary_body_takes_the_short_way() -> None:
-    for body in (b'{"model":"m","stream":true,"messages":[]}', b'{"model":"\xc3\xa9"}'):
-        assert jsontext._short_top_level(body) is not None
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m","stream":true,"messages":[]}',
+        b'{"model":"\xc3\xa9"}',
+        b'{"model":"m","input":[%b]}' % b",".join(b"%d" % n for n in range(100_000, 100_100)),
+        b'{"model":"m","seed":18446744073709551615,"temperature":1e-7}',
+    ],
+)
+def test_an_ordinary_body_is_a_plain_object(body: bytes) -> None:
+    assert jsontext.plain_object(body) == json.loads(body)
+
+
+@pytest.mark.parametrize("before", range(0, 200, 7))
+@pytest.mark.parametrize("number", [b"9" * 309, b"-" + b"9" * 400, b"1e309", b"1" * 310 + b".5"])
+def test_no_plain_object_has_a_number_out_of_range(before: int, number: bytes) -> None:
+    """Wherever in the text it stands."""
+    body = b'{"model":"m","pad":"%b","n":[%b]}' % (b"x" * before, number)
+
+    assert jsontext.plain_object(body) is None
+    with pytest.raises(BadBody, match="out of range"):
+        inspect_json(body)
 
 
 _tokens = st.lists(
