@@ -62,7 +62,8 @@ def load(
 
         def verdict(now: View) -> str | None:
             mine = _member(now, name)
-            if now["state"] == "resident" and now["resident"] == name:
+            # A resident that admits nobody any more leaves, and is loaded again in its turn.
+            if now["resident"] == name and now["admission"] == "open":
                 return ""
             if mine["failures"] > failures or mine["backoff_s"] is not None:
                 return str(mine["last_error"]) or "the load failed"

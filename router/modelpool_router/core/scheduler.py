@@ -564,8 +564,19 @@ class Scheduler(Lending):
             self._lost("hung", f"no answer for {now - self._unhealthy_since:.0f} s", now)
 
     def _load_asked(self, member: MemberName, now: float) -> None:
-        if member not in self.spec.members or self._is_resident(member):
+        if member not in self.spec.members:
             return
+        if self._is_resident(member):
+            closing = self._closing
+            if closing is not None and closing.reason in ("idle_unload", "reclaim"):
+                # As good as a use: without that it would be idle for too long again at once.
+                self._last_answer_at = now
+                self._closing = None
+                self._note(NoteKind.TURN_REOPENED, member=member)
+                return
+            if closing is None and self._unload_asked_at is None and not self._suspect:
+                return
+        # Of a resident that is about to leave the wish outlives the unload.
         failure = self._failures.get(member)
         if failure is not None:
             failure.until = now  # a person asked: try again now, but keep counting
@@ -659,6 +670,8 @@ class Scheduler(Lending):
         if self._suspect:
             return False
         assert self._up is not None
+        if self._closing is None and self._unload_asked_at is None:
+            self._ghosts.pop(self._up, None)  # it stays after all, which is all that was wished
         foreign = self._waiting(now, but=self._up) if self._may_move() else []
         self._end_long_leases(bool(foreign), now)
         closing = self._closing

@@ -55,6 +55,8 @@ class Pools:
         self._tickets = itertools.count(1)
         self._pools: dict[PoolName, PoolRuntime] = {}
         self._retiring: set[PoolName] = set()
+        self._closing: dict[PoolName, asyncio.Event] = {}
+        """Retired pools whose drivers have not let go yet."""
         self._tasks = TaskSet("pools")
         self._unwritten: dict[PoolName, str] = {}
 
@@ -82,9 +84,14 @@ class Pools:
         """
         Start those of *specs* that do not run yet, all or none; return their names.
 
+        Waits until an earlier pool of the same name has let go of what it had. Returns without
+        another wait: what still runs then goes on running.
+
         Raises:
             What the construction of a driver raises; nothing was changed then.
         """
+        for closing in [closing for name, closing in self._closing.items() if name in specs]:
+            await closing.wait()
         started: list[PoolName] = []
         try:
             for name, spec in specs.items():
@@ -103,10 +110,10 @@ class Pools:
 
     async def apply(self, specs: Mapping[PoolName, PoolSpec]) -> None:
         """Start what is new, change what stays, retire what is gone."""
+        self._retiring.difference_update(specs)
         started = await self.start_new(specs)
         for name, spec in specs.items():
             if name not in started:
-                self._retiring.discard(name)
                 self._pools[name].health_interval_s = self._health_interval_s(name)
                 self._pools[name].reconfigure(spec)
         for name in [n for n in self._pools if n not in specs and n not in self._retiring]:
@@ -136,7 +143,12 @@ class Pools:
             return  # it was added again meanwhile
         self._retiring.discard(pool.name)
         del self._pools[pool.name]
-        await pool.stop(stop_members=True)
+        closed = self._closing[pool.name] = asyncio.Event()
+        try:
+            await pool.stop(stop_members=True)
+        finally:
+            del self._closing[pool.name]
+            closed.set()
 
     def drain(self) -> None:
         """Refuse what is held; residents go on serving (`Stopping`)."""

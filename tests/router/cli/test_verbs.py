@@ -64,6 +64,18 @@ def test_load_of_the_resident_is_done_at_once(stub: StubAdmin) -> None:
     assert stub.looks == 1
 
 
+def test_load_of_a_resident_that_is_leaving_is_done_when_it_has_come_back(stub: StubAdmin) -> None:
+    leaving = replace(resident("alpha"), admission="closed", closing_reason="unload")
+    back = replace(resident("alpha"), epoch=Epoch(2))
+    stub.states = [[leaving], [unloading("alpha")], [loading("alpha", 1.0)], [back]]
+
+    result = run(app, ["load", "alpha"])
+
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("alpha is resident after ")
+    assert len(result.stderr.splitlines()) == 3
+
+
 def test_load_without_waiting_only_asks(stub: StubAdmin) -> None:
     stub.states = [[resident("alpha")]]
 

@@ -335,6 +335,91 @@ def test_a_person_who_asks_for_a_member_obeys_turns() -> None:
     assert slot.granted(late) is None
 
 
+def test_a_person_who_asks_for_a_member_that_is_being_emptied_gets_it_loaded_again() -> None:
+    """Unload, then load: what a person does so that a changed command counts."""
+    slot = Slot(pool(), up=(A,))
+    ticket = slot.come(A)
+    slot.at(1.0).tell(e.UnloadAsked())
+
+    slot.at(2.0).tell(e.LoadAsked(A))
+    slot.at(3.0).finish(ticket)
+    slot.answer()
+    slot.at(4.0).unloaded()
+
+    assert slot.unloads() == [(3.0, A)]
+    assert slot.loads() == [(4.0, A)]
+    assert not slot.view().released
+
+
+def test_a_person_who_asks_while_an_unload_is_put_off_gets_it_loaded_again() -> None:
+    slot = Slot(pool(), up=(A,))
+    slot.tell(e.UnloadAsked())
+    slot.answer(e.Idleness.BUSY)
+
+    slot.at(0.5).tell(e.LoadAsked(A))
+    slot.at(1.0).answer()
+    slot.at(2.0).unloaded()
+
+    assert slot.loads() == [(2.0, A)]
+
+
+def test_a_person_who_asks_for_a_member_whose_turn_is_over_gets_it_back_in_its_turn() -> None:
+    slot = Slot(pool(max_turn_s=0.0), up=(A,))
+    ticket = slot.come(A)
+    slot.at(1.0).come(B)
+
+    slot.at(2.0).tell(e.LoadAsked(A))
+    slot.at(3.0).finish(ticket)
+    slot.answer()
+    slot.at(4.0).unloaded()
+    slot.at(5.0).loaded()
+    slot.finish(*(g.ticket for _, g in slot.said(c.Grant) if g.member == B))
+    slot.answer()
+    slot.at(6.0).unloaded()
+
+    assert slot.loads() == [(4.0, B), (6.0, A)]
+
+
+def test_a_wish_for_a_member_that_stays_after_all_is_fulfilled() -> None:
+    slot = Slot(pool(max_turn_s=0.0), up=(A,))
+    slot.come(A)
+    waiting = slot.at(1.0).come(B)
+    slot.at(2.0).tell(e.LoadAsked(A))
+
+    slot.at(3.0).tell(e.Departed(waiting))
+
+    member = slot.view().member(A)
+    assert member is not None and not member.wanted
+
+
+def test_a_person_who_asks_for_a_resident_that_is_about_to_leave_for_idleness_keeps_it() -> None:
+    slot = Slot(pool(idle_unload_after_s=30.0), up=(A,))
+    slot.at(30.0)
+    assert slot.said(c.ProbeIdle)
+
+    slot.at(30.5).tell(e.LoadAsked(A))
+    slot.answer()
+    slot.at(60.0)
+    assert slot.unloads() == []
+    slot.at(61.0).answer()
+
+    assert slot.unloads() == [(61.0, A)]
+
+
+def test_a_person_who_asks_for_a_resident_in_doubt_gets_it_loaded_again_if_it_was_gone() -> None:
+    slot = Slot(pool(), up=(A,))
+    ticket = slot.at(100.0).come(A)
+    slot.tell(e.DispatchRefused(ticket))
+    slot.tell(e.Departed(ticket))
+
+    slot.tell(e.LoadAsked(A))
+    check = slot.last(c.Check)
+    slot.tell(e.Checked(check.member, check.epoch, up=False))
+    slot.unloaded()
+
+    assert slot.loads() == [(100.0, A)]
+
+
 def test_a_person_who_asks_ends_a_back_off() -> None:
     slot = Slot(pool())
     slot.come(B)
