@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import select
 import subprocess
 import sys
@@ -103,6 +104,34 @@ def test_given_a_finished_request_when_logged_then_it_is_one_line_of_json(sink: 
         "duration_ms": 2200.0,
         "key": "team-a",
     }
+
+
+@pytest.mark.parametrize("name", ["a", 'say "held_ms":-1.0', "100 %d", "é%s", "\x00\n"])
+@pytest.mark.parametrize("absent", ["pool", "model", "status", "key_id", "held_ms", "ttfb_ms"])
+def test_given_any_names_when_logged_then_each_is_in_its_field(
+    sink: Sink, name: str, absent: str
+) -> None:
+    fields: dict[str, Any] = dict.fromkeys(("pool", "member", "model", "key_id"), name)
+    fields |= {"code": name, "status": 502, "sent_bytes": 10**12, "ttfb_ms": 0.049}
+
+    log_request(sink.open(), **{**fields, absent: None})
+
+    [line] = sink.lines()
+    expected = {
+        **dict.fromkeys(("pool", "member", "model", "key", "code"), name),
+        "level": "info",
+        "event": "request",
+        "request_id": "req_1",
+        "held_ms": 1500.0,
+        "outcome": "served",
+        "status": 502,
+        "bytes": 10**12,
+        "ttfb_ms": 0.0,
+        "duration_ms": 2200.0,
+    }
+    del expected[{"key_id": "key"}.get(absent, absent)]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("timestamp"))
+    assert line == expected
 
 
 def test_given_a_client_that_left_when_logged_then_absent_fields_are_left_out(sink: Sink) -> None:

@@ -88,14 +88,15 @@ class LogWriter:
         """
         Queue a line, without its end; a callable is rendered by the writer thread.
 
-        With *soon* false it may wait for the next one or `FLUSH_S`, which spares a wake-up.
+        With *soon* false it may wait for others or `FLUSH_S`, which spares a wake-up.
         """
         # len() and append() race benignly between threads: the bound may be passed by a few.
-        if len(self._lines) >= self._max_lines or self._closing:
+        waiting = len(self._lines)
+        if waiting >= self._max_lines or self._closing:
             self.dropped += 1
             return
         self._lines.append(line)
-        if soon:
+        if soon or waiting == self._max_lines // 2:
             self._wake.set()
 
     def close(self) -> None:
@@ -161,7 +162,39 @@ class _Request(msgspec.Struct, gc=False):
     render: Render
 
     def __call__(self) -> str:
-        line = _RequestLine(
+        if self.render is _json:
+            try:
+                return self._as_usual() or msgspec.json.encode(self._line()).decode()
+            except (TypeError, ValueError):  # lone surrogates
+                pass
+        return self.render(msgspec.to_builtins(self._line()))
+
+    def _as_usual(self) -> str:
+        """Return the line from a frame if nothing in it is absent or has to be escaped, else ''."""
+        if self.held_ms is None or self.ttfb_ms is None or not self.request_id.isidentifier():
+            return ""
+        frame = _frame(
+            self.pool,
+            self.member,
+            self.model,
+            self.outcome,
+            self.status,
+            self.code,
+            self.key_id,
+        )
+        second = int(self.at)
+        return frame % (
+            _second(second),
+            (self.at - second) * 1000,
+            self.request_id,
+            self.held_ms,
+            self.sent_bytes,
+            self.ttfb_ms,
+            self.duration_ms,
+        )
+
+    def _line(self) -> _RequestLine:
+        return _RequestLine(
             timestamp=_stamp(self.at),
             level="info",
             event="request",
@@ -178,12 +211,6 @@ class _Request(msgspec.Struct, gc=False):
             duration_ms=_rounded(self.duration_ms),
             key=self.key_id,
         )
-        if self.render is _json:
-            try:
-                return msgspec.json.encode(line).decode()
-            except (TypeError, ValueError):  # lone surrogates
-                pass
-        return self.render(msgspec.to_builtins(line))
 
 
 class _RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
@@ -204,6 +231,38 @@ class _RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
     ttfb_ms: float | None = None
     duration_ms: float | None = None
     key: str | None = None
+
+
+@lru_cache(maxsize=256)
+def _frame(
+    pool: str | None,
+    member: str | None,
+    model: str | None,
+    outcome: str,
+    status: int | None,
+    code: str,
+    key_id: str | None,
+) -> str:
+    """
+    Return a whole line with holes for what differs between requests that are alike.
+
+    Names can look like anything, but never like a field: their quotes are escaped.
+    """
+    line = _RequestLine(
+        "", "info", "request", "", pool, member, model, -1.0, outcome, status, code or None,
+        -1, -1.0, -1.0, key_id,
+    )  # fmt: skip
+    text = msgspec.json.encode(line).decode().replace("%", "%%")
+    for field, hole in (
+        ('"timestamp":""', '"timestamp":"%s.%03dZ"'),
+        ('"request_id":""', '"request_id":"%s"'),
+        ('"held_ms":-1.0', '"held_ms":%.1f'),
+        ('"bytes":-1', '"bytes":%d'),
+        ('"ttfb_ms":-1.0', '"ttfb_ms":%.1f'),
+        ('"duration_ms":-1.0', '"duration_ms":%.1f'),
+    ):
+        text = text.replace(field, hole)
+    return text
 
 
 class Logs:
