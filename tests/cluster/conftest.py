@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,13 @@ import pytest
 import harness
 from cluster_kubectl import until
 from cluster_operator import Operator, base
+from cluster_roles import OPERATOR, router_account
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "cluster" in (config.option.markexpr or ""):
+        # They judge what all the others have done.
+        items.sort(key=lambda item: item.path.name == "test_roles.py")
         return
     left_out = [item for item in items if item.get_closest_marker("cluster")]
     if left_out:
@@ -32,8 +37,29 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[harness.Cluster]:
             yield opened
     except harness.NotHere as why:
         pytest.skip(str(why))
+    finally:
+        _keep_record(folder)
     if not request.session.testsfailed:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep_record(folder: Path) -> None:
+    """Keep the record of who asked for what, where somebody wants to read it over several runs."""
+    kept = os.environ.get("MODELPOOL_CLUSTER_AUDIT")
+    written = folder / "logs" / "audit.jsonl"
+    if kept and written.exists():
+        Path(kept).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(written, Path(kept) / f"{folder.name}.jsonl")
+
+
+@pytest.fixture(scope="session")
+def is_whole_tier(request: pytest.FixtureRequest) -> bool:
+    """Whether no test of the tier is left out of this run."""
+    folder = Path(__file__).parent
+    there = {item.path for item in request.session.items}
+    is_picked = bool(request.config.option.keyword or request.config.option.deselect)
+    is_part = any("::" in each for each in request.config.args)
+    return not is_picked and not is_part and set(folder.glob("test_*.py")) <= there
 
 
 @pytest.fixture
@@ -73,7 +99,7 @@ def shipped(own: harness.OwnCluster) -> harness.OwnCluster:
 @pytest.fixture
 def start(shipped: harness.OwnCluster, tmp_path: Path) -> Iterator[Callable[[str], Operator]]:
     """Start operators; they are ended afterwards."""
-    account = shipped.service_account("modelpool-system", "modelpool-operator")
+    account = shipped.service_account(*OPERATOR)
     with contextlib.ExitStack() as stack:
 
         def started(name: str) -> Operator:
@@ -82,3 +108,14 @@ def start(shipped: harness.OwnCluster, tmp_path: Path) -> Iterator[Callable[[str
             return operator
 
         yield started
+
+
+@pytest.fixture
+def account_of_router(cluster: harness.Cluster) -> Callable[..., Path]:
+    """
+    Kubeconfigs of accounts with the Role that the operator would make for a router.
+
+    Call it with a name and ModelPools: see `cluster_roles.router_account`. A router that a
+    ModelRouter made has its account already: `cluster.service_account(namespace, its name)`.
+    """
+    return partial(router_account, cluster)

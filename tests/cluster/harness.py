@@ -248,6 +248,11 @@ class OwnCluster(Cluster):
     def is_ours(self) -> bool:
         return True
 
+    @property
+    def audit_log(self) -> Path:
+        """Where the API server writes down who asked for what, one JSON object a line."""
+        return self.folder / "logs" / "audit.jsonl"
+
     # -- life -----------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -399,10 +404,30 @@ class OwnCluster(Cluster):
             f"--service-account-key-file={accounts.cert}",
             f"--service-account-signing-key-file={accounts.key}",
             "--authorization-mode=RBAC",
+            # Not on by itself, but clusters have it: who names an owner must be allowed to.
+            "--enable-admission-plugins=OwnerReferencesPermissionEnforcement",
+            f"--audit-policy-file={self._audit_policy()}",
+            f"--audit-log-path={self.audit_log}",
             "--allow-privileged=true",
             "--profiling=false",
             "--v=1",
         )
+
+    def _audit_policy(self) -> Path:
+        """What is written down: who asked for what, but for the control plane's own programs."""
+        kinds = {"omitStages": ["RequestReceived"], "level": "Metadata"}
+        content = {
+            "apiVersion": "audit.k8s.io/v1",
+            "kind": "Policy",
+            "rules": [
+                {"userGroups": ["system:serviceaccounts"], **kinds},
+                {"users": ["admin"], **kinds},
+                {"level": "None"},
+            ],
+        }
+        path = self.folder / "audit-policy.json"
+        path.write_text(json.dumps(content), "utf-8")
+        return path
 
     def _component_flags(self, port: int, name: str) -> tuple[str, ...]:
         identity = self.authority.client(f"system:{name}", ("system:masters",))
