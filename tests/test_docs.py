@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
+import yaml
 
+from modelpool_api.v1alpha1.modelpool import ModelPool
+from modelpool_api.v1alpha1.modelrouter import ModelRouter
+from modelpool_operator.plan.modelrouter import rules
+from modelpool_router.cli.main import app
 from modelpool_router.core.paths import find_path
 from modelpool_router.web.errors import STATUS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 _LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
+_ANCHOR = re.compile(r"\]\((?!https?://)([^)#]*)#([^)]+)\)")
+RUNBOOK = "https://github.com/modelpool/modelpool/blob/main/docs/runbook.md#"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -22,6 +32,87 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
     missing = [target for target in targets if not (page.parent / target).exists()]
 
     assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what a link may name after the # on *page*."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^a-z0-9 _-]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_into_a_page_leads_to_a_heading(page: Path) -> None:
+    missing = [
+        f"{target}#{anchor}"
+        for target, anchor in _ANCHOR.findall(page.read_text("utf-8"))
+        if anchor not in anchors(page.parent / target if target else page)
+    ]
+
+    assert missing == []
+
+
+def commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the verbs of `modelpool` that a page shows, each with its options."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    for line in (*lines, *spans):
+        called = re.match(r"(?:\$ |\S*/)?modelpool ([a-z]+)([^#|>]*)", line.strip())
+        if called is not None:
+            yield called[1], re.findall(r"(?<= )(--?[a-z][a-z-]*)", called[2])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_on_a_page_exists(page: Path) -> None:
+    group: Any = typer.main.get_command(app)
+    unknown = []
+    for verb, options in commands(page.read_text("utf-8")):
+        command = group.commands.get(verb)
+        known = set() if command is None else {o for p in command.params for o in p.opts}
+        unknown += [f"{verb} {option}" for option in options if option not in known]
+        if command is None:
+            unknown.append(verb)
+
+    assert unknown == []
+
+
+def test_every_alert_has_an_entry_in_the_runbook() -> None:
+    found = yaml.safe_load((ROOT / "manifests" / "monitoring" / "rules.yaml").read_text("utf-8"))
+    alerts = {
+        rule["alert"]: rule["annotations"]["runbook_url"]
+        for group in found["spec"]["groups"]
+        for rule in group["rules"]
+    }
+    runbook = ROOT / "docs" / "runbook.md"
+    entries = runbook.read_text("utf-8").split("\n## Alerts\n")[1]
+
+    assert set(re.findall(r"^### (\w+)$", entries, re.M)) == set(alerts)
+    for url in alerts.values():
+        assert url.startswith(RUNBOOK)
+        assert url.removeprefix(RUNBOOK) in anchors(runbook)
+
+
+def test_the_page_of_the_installation_names_every_right() -> None:
+    text = (ROOT / "docs" / "install-kubernetes.md").read_text("utf-8")
+    of_operator, _, of_router = text.partition("Each router, Role named like")
+    role = next(
+        each
+        for each in yaml.safe_load_all(
+            (ROOT / "manifests" / "operator" / "roles.yaml").read_text("utf-8")
+        )
+        if each["kind"] == "ClusterRole"
+    )
+    refs = ("deploymentRef", "statefulSetRef", "inferenceServiceRef", "modelDeploymentRef")
+    members = [{ref: {"name": ref.lower()}} for ref in refs]
+    pool = ModelPool.model_validate({"metadata": {"name": "gpu0"}, "spec": {"members": members}})
+    router = ModelRouter.model_validate({"spec": {"pools": [{"name": "gpu0"}]}})
+
+    for granted, told in ((role["rules"], of_operator), (rules(router, [pool]), of_router)):
+        rights = {resource for rule in granted for resource in rule["resources"]}
+        missing = [each for each in rights if f"`{each.partition('/')[0]}`" not in told]
+        assert len(rights) > 8
+        assert missing == []
 
 
 def test_the_page_of_errors_names_every_code_of_ours() -> None:
