@@ -11,6 +11,7 @@ import pytest
 import typer.main
 import yaml
 
+from crdcheck import Admission
 from modelpool_api.v1alpha1.modelpool import ModelPool
 from modelpool_api.v1alpha1.modelrouter import ModelRouter
 from modelpool_operator.plan.modelrouter import rules
@@ -109,10 +110,24 @@ def test_the_page_of_the_installation_names_every_right() -> None:
     router = ModelRouter.model_validate({"spec": {"pools": [{"name": "gpu0"}]}})
 
     for granted, told in ((role["rules"], of_operator), (rules(router, [pool]), of_router)):
-        rights = {resource for rule in granted for resource in rule["resources"]}
-        missing = [each for each in rights if f"`{each.partition('/')[0]}`" not in told]
-        assert len(rights) > 8
-        assert missing == []
+        rights = {each.partition("/")[0] for rule in granted for each in rule["resources"]}
+        rows = re.findall(r"^\| (.+?) \|", told.split("| resources |")[1], re.M)
+        named = {word for row in rows for word in re.findall("`([a-z]+)`", row)}
+        assert named == rights
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_object_on_a_page_would_be_taken(page: Path) -> None:
+    crds = [
+        yaml.safe_load(path.read_text("utf-8"))
+        for path in (ROOT / "manifests" / "crds").glob("modelpool.dev_*.yaml")
+    ]
+    by_kind = {each["spec"]["names"]["kind"]: Admission(each) for each in crds}
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
+        for obj in yaml.safe_load_all(block):
+            if isinstance(obj, dict) and str(obj.get("apiVersion")).startswith("modelpool.dev/"):
+                _, wrong = by_kind[obj["kind"]].admit(obj)
+                assert wrong == []
 
 
 def test_the_page_of_errors_names_every_code_of_ours() -> None:
