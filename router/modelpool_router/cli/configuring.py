@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .exits import ExitCode, fail
+from .starting import DEFAULT_FILE, FILE_VARIABLE
 
 if TYPE_CHECKING:
     from ..settings import ConfigError, Settings
-
-DEFAULT_FILE = "modelpool.yaml"
 
 config_app = typer.Typer(
     no_args_is_help=True,
@@ -26,7 +25,7 @@ config_app = typer.Typer(
 FileArgument = Annotated[
     Path | None,
     typer.Argument(
-        envvar="MODELPOOL_CONFIG",
+        envvar=FILE_VARIABLE,
         metavar="FILE",
         help=f"Configuration file; {DEFAULT_FILE} here if it exists.",
         show_default=False,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from . import starting
 from .configuring import FileArgument, chosen_file, refuse_config, warn
 
 
@@ -70,48 +68,26 @@ def serve(
 
         modelpool serve pool.yaml --listen 0.0.0.0:8080 --keys-file keys.txt
     """
-    _start_quickly()
-    from ..settings import ConfigError, load, verify
+    starting.prepare_imports()
+    from ..settings import ConfigError
 
     flags: dict[str, object] = {
-        "listen": listen,
-        "admin": admin,
-        "stateDir": state_dir,
-        "keys.file": keys_file,
-        "adminToken.file": admin_token_file,
-        "allowAnonymous": allow_anonymous or None,
-        "logLevel": log_level,
-        "logFormat": log_format,
+        "--listen": listen,
+        "--admin": admin,
+        "--state-dir": state_dir,
+        "--keys-file": keys_file,
+        "--admin-token-file": admin_token_file,
+        "--allow-anonymous": allow_anonymous or None,
+        "--log-level": log_level,
+        "--log-format": log_format,
     }
-    given = {path: value for path, value in flags.items() if value is not None}
+    settings_of = {**starting.VALUES, **starting.SWITCHES}
+    given = {settings_of[name]: value for name, value in flags.items() if value is not None}
     path = chosen_file(file)
     try:
-        settings = load(path, os.environ, given)
-        problems = verify(settings, os.environ, ports=True)
-        if problems:
-            raise ConfigError(problems)
+        settings = starting.read_settings(path, given)
     except ConfigError as error:
         refuse_config(error)
         return
     warn(settings)
-    from ..app import run
-
-    raise typer.Exit(run(settings))
-
-
-def _start_quickly() -> None:
-    """
-    Leave out of the start what a router never uses; a third of it otherwise.
-
-    Imports make thousands of objects that stay: the garbage collector need not look at them again
-    and again (`app.serving` turns it on). structlog loads rich, if there is one, to print
-    exceptions in colours; a router's log has places in place of exceptions.
-    """
-    gc.disable()
-    if "rich" in sys.modules or "structlog" in sys.modules:
-        return
-    sys.modules["rich"] = None  # type: ignore[assignment]  # means: not to be found
-    try:
-        import structlog.dev  # noqa: F401
-    finally:
-        del sys.modules["rich"]
+    raise typer.Exit(starting.run(settings))
