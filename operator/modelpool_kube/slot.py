@@ -23,7 +23,6 @@ from .errors import Conflict, NotFound, Unanswered
 from .kinds import (
     DEPLOYMENTS,
     INFERENCE_SERVICES,
-    NODES,
     PODS,
     REPLICASETS,
     WORKLOADS,
@@ -169,26 +168,16 @@ class SlotActuator:
         except MemberMissing:
             return
 
-    async def look_gone(self, member: Member, *, epoch: int, nodes: bool = False) -> Gone | NotYet:
-        """
-        Look whether *member* is proven gone in *epoch*.
-
-        With *nodes* also at the nodes of Pods that do not end, which needs a permission of its
-        own; ask for it when the ordinary grace is over.
-        """
+    async def look_gone(self, member: Member, *, epoch: int) -> Gone | NotYet:
+        """Look whether *member* is proven gone in *epoch*."""
         record = self._keeper.record
         facts = Facts(forgotten=frozenset(record.forgotten if record else ()))
         remembered = self._remembered.get(member)
         while True:
             found = prove_gone(member, facts, slot=self.slot, epoch=epoch, remembered=remembered)
-            match found:
-                case NeedLook(look=look):
-                    facts = await self._look(member, facts, look)
-                case NotYet(nodes=names) if nodes and names:
-                    nodes = False
-                    facts = replace(facts, nodes={name: await self._node(name) for name in names})
-                case _:
-                    break
+            if not isinstance(found, NeedLook):
+                break
+            facts = await self._look(member, facts, found.look)
         seen = facts.member
         version = self._in_flight.get(member)
         if isinstance(found, Gone) and version is not None:
@@ -239,12 +228,6 @@ class SlotActuator:
         if known is not None:
             self._remembered[member] = known
         return facts
-
-    async def _node(self, name: str) -> Json | None:
-        try:
-            return await self._port.get(NODES, None, name)
-        except NotFound:
-            return None
 
     async def _get(self, member: Member) -> Json:
         found = await self._get_or_none(member)

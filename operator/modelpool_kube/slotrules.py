@@ -13,7 +13,7 @@ it. The function asks for one look after the other, so nobody can read in anothe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -43,7 +43,6 @@ from .kinds import (
 )
 from .record import SlotId, read_mark
 
-OUT_OF_SERVICE_TAINT = "node.kubernetes.io/out-of-service"
 CONTEST_WINDOW_S = 600.0
 CONTEST_CHANGES = 2
 
@@ -179,8 +178,6 @@ class Facts:
     replica_sets: tuple[Json, ...] = ()
     pods: tuple[Json, ...] = ()
     workloads: tuple[Json, ...] = ()
-    nodes: Mapping[str, Json | None] = field(default_factory=dict)
-    """Nodes that somebody looked at because Pods on them do not end; None = deleted."""
     forgotten: frozenset[str] = frozenset()
     """UIDs of Pods that a person declared gone."""
 
@@ -216,8 +213,6 @@ class NotYet:
     """Stable word."""
     detail: str
     """For people: what is waited for."""
-    nodes: tuple[str, ...] = ()
-    """Nodes with Pods that are asked to end and have not; worth a look when it takes long."""
 
 
 def prove_gone(
@@ -311,12 +306,11 @@ def _no_pods(
     for pod in facts.pods:
         is_ours = _is_pod_of(member, pod, owners, known, selector)
         found = whoever and _is_selected(pod, selector)
-        if (is_ours or found) and not is_pod_gone(pod, facts.nodes, facts.forgotten):
+        if (is_ours or found) and not is_pod_gone(pod, facts.forgotten):
             live.append(pod)
     if live:
         names = ", ".join(f"{name_of(pod)} ({_how(pod)})" for pod in live)
-        stuck = {node_of(pod) for pod in live if is_going(pod) and node_of(pod)}
-        return NotYet("PodsLeft", f"Pods of {member} are left: {names}", tuple(sorted(stuck)))
+        return NotYet("PodsLeft", f"Pods of {member} are left: {names}")
     if member.kind == MODEL_DEPLOYMENTS:
         if Look.WORKLOADS not in facts.looked:
             return NeedLook(Look.WORKLOADS)
@@ -343,41 +337,26 @@ def _is_pod_of(
     return owner.get("kind") == member.kind.kind and owner.get("name") == member.target
 
 
-def is_pod_gone(
-    pod: Json, nodes: Mapping[str, Json | None], forgotten: frozenset[str] = frozenset()
-) -> bool:
+def is_pod_gone(pod: Json, forgotten: frozenset[str] = frozenset()) -> bool:
     """
     Return whether nothing of *pod* runs any more.
 
     A final phase counts only with every container ended, because others than the kubelet write
-    phases. A Pod on a lost node counts once it is asked to end and its node is deleted or marked
-    out of service. Pending is live: it may start at any moment.
+    phases. Pending is live: it may start at any moment. So is a Pod on a lost node, until the
+    control plane removes it, which it does once the node is deleted or tainted out-of-service;
+    nodes are not looked at, because that would take a right on the whole cluster.
     """
     if uid(pod) and uid(pod) in forgotten:
         return True
     status = pod.get("status") or {}
-    if status.get("phase") in ("Succeeded", "Failed"):
-        statuses = [
-            each
-            for key in ("initContainerStatuses", "containerStatuses", "ephemeralContainerStatuses")
-            for each in status.get(key) or []
-        ]
-        if all("terminated" in (each.get("state") or {}) for each in statuses):
-            return True
-    where = node_of(pod)
-    return is_going(pod) and where in nodes and _is_node_dead(nodes[where])
-
-
-def node_of(pod: Json) -> str:
-    """Return the node of *pod*; empty when it has none."""
-    return str((pod.get("spec") or {}).get("nodeName") or "")
-
-
-def _is_node_dead(node: Json | None) -> bool:
-    if node is None:
-        return True
-    taints = (node.get("spec") or {}).get("taints") or []
-    return any(taint.get("key") == OUT_OF_SERVICE_TAINT for taint in taints)
+    if status.get("phase") not in ("Succeeded", "Failed"):
+        return False
+    statuses = [
+        each
+        for key in ("initContainerStatuses", "containerStatuses", "ephemeralContainerStatuses")
+        for each in status.get(key) or []
+    ]
+    return all("terminated" in (each.get("state") or {}) for each in statuses)
 
 
 def _how(pod: Json) -> str:

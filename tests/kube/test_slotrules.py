@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from memcluster import MemCluster
-from memcontrollers import OUT_OF_SERVICE, World, deployment, runs, statefulset
+from memcontrollers import World, deployment, runs, statefulset
 from modelpool_api.names import (
     REPLACEMENTS_ANNOTATION,
     ROUTING_LABEL,
@@ -351,41 +351,25 @@ def test_names_of_groups_are_legal_and_apart() -> None:
     assert group_prefix("a", "bb") != group_prefix("ab", "b")
 
 
-@pytest.mark.parametrize(
-    ("node", "going", "verdict"),
-    [
-        (None, True, "Gone"),
-        ({"spec": {"taints": [{"key": OUT_OF_SERVICE}]}}, True, "Gone"),
-        ({"spec": {"taints": [{"key": "node.kubernetes.io/unreachable"}]}}, True, "PodsLeft"),
-        ({"spec": {}}, True, "PodsLeft"),
-        (None, False, "PodsLeft"),
-    ],
-)
-def test_a_pod_on_a_lost_node(node: Json | None, going: bool, verdict: str) -> None:
+@pytest.mark.parametrize("going", [True, False])
+def test_a_pod_is_live_until_it_ended_or_was_removed(going: bool) -> None:
     meta = {"deletionTimestamp": "2026-01-01T00:00:00Z"} if going else {}
     left = with_pods(DEPLOYED, pod("p", pod_owner(DEPLOYED), meta=meta))
+
     found = prove_gone(DEPLOYED, left, slot=SLOT, epoch=EPOCH)
+
     assert isinstance(found, NotYet)
-    assert found.nodes == (("n1",) if going else ())
-
-    looked = Facts(
-        left.looked,
-        member=left.member,
-        replica_sets=left.replica_sets,
-        pods=left.pods,
-        nodes={"n1": node},
-    )
-
-    assert judged(DEPLOYED, looked) == verdict
+    assert ("terminating" in found.detail) is going
+    assert judged(DEPLOYED, with_pods(DEPLOYED)) == "Gone"
 
 
 def test_a_pod_that_a_person_declared_gone() -> None:
     one = pod("p", None)
 
-    assert is_pod_gone(one, {}, frozenset(["uid-p"]))
-    assert not is_pod_gone(one, {}, frozenset(["uid-q"]))
+    assert is_pod_gone(one, frozenset(["uid-p"]))
+    assert not is_pod_gone(one, frozenset(["uid-q"]))
     one["metadata"]["uid"] = ""
-    assert not is_pod_gone(one, {}, frozenset([""]))
+    assert not is_pod_gone(one, frozenset([""]))
 
 
 def test_a_member_whose_object_was_deleted() -> None:

@@ -107,7 +107,7 @@ class ObservedMember:
         return tuple(
             pod
             for pod in self.facts.pods
-            if self._owns(pod) and not is_pod_gone(pod, {}, self.facts.forgotten)
+            if self._owns(pod) and not is_pod_gone(pod, self.facts.forgotten)
         )
 
     def _owns(self, pod: Json) -> bool:

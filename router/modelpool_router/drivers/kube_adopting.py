@@ -37,7 +37,7 @@ class Adopting(Unloading):
             if self._is_closed:
                 raise DriverUnavailable("the driver is closed")
 
-        async def attempt(late: bool) -> str | None:
+        async def attempt() -> str | None:
             nonlocal record, deadline, keep, taking_down
             if self._keeper.frozen:
                 return self._keeper.frozen
@@ -79,13 +79,13 @@ class Adopting(Unloading):
                 for member in halves:
                     await self._scale(member, begun, up=False)
                 for member in self._all_members():
-                    gone = await self._look_gone(member, begun, late)
+                    gone = await self._look_gone(member, begun)
                     if isinstance(gone, NotYet):
                         return f"{member.name} is not gone: {gone.detail}"
             return None
 
-        async def attempt_often(late: bool) -> str | None:
-            waits_for = await attempt(late)
+        async def attempt_often() -> str | None:
+            waits_for = await attempt()
             if waits_for is not None and keep is not None and not taking_down:
                 self._loop.call_later(self._limits.most_poll_s * 5, self._wake)
             return waits_for

@@ -52,14 +52,14 @@ class Loading(Moving):
                 reason="",
             )
 
-        async def attempt(late: bool) -> str | None:
+        async def attempt() -> str | None:
             async with self._act:
                 self._refuse_withheld()
                 begun = await self._epoch_for(life, announce)
                 for other in self._all_members():
                     if other.slot_member == life.spec.slot_member:
                         continue
-                    found = await self._look_gone(other, begun, late)
+                    found = await self._look_gone(other, begun)
                     if isinstance(found, NotYet):
                         if found.reason == "NotScaledDown":
                             await self._stop_stray(other, begun)
@@ -155,7 +155,7 @@ class Loading(Moving):
         """Return the Pod that is worth a probe; scale up again if our scaling was undone."""
         found: list[Ready | NotReady] = []
 
-        async def attempt(late: bool) -> str | None:
+        async def attempt() -> str | None:
             begun = self._current()
             if begun is None:
                 life.is_scaled = False
@@ -185,7 +185,7 @@ class Loading(Moving):
         """Complete the evidence with *probe*; if it holds, record the landing and let it serve."""
         landed: list[Json] = []
 
-        async def attempt(late: bool) -> str | None:
+        async def attempt() -> str | None:
             begun = self._current()
             if begun is None:
                 return None

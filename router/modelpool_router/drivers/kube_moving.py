@@ -45,7 +45,7 @@ class Moving(Standing):
 
     async def _repeat(
         self,
-        attempt: Callable[[bool], Awaitable[str | None]],
+        attempt: Callable[[], Awaitable[str | None]],
         *,
         check: Callable[[], None],
         limit_s: float | None = None,
@@ -55,7 +55,7 @@ class Moving(Standing):
         Repeat *attempt* until it returns None, through outages of any length.
 
         Args:
-            attempt: Given whether it takes unusually long; returns what it waits for, or None.
+            attempt: Returns what it waits for, or None.
             check: Raises when there is no point in going on.
             limit_s: Longest wait for the same thing while the cluster answers.
             patient: Wait for people, too, and while somebody else holds the slot.
@@ -75,8 +75,7 @@ class Moving(Standing):
                 if not self._keeper.is_held:
                     since = None
                 else:
-                    late = since is not None and self._loop.time() - since > 35.0
-                    waits_for = await attempt(late)
+                    waits_for = await attempt()
                     if waits_for is None:
                         return
                     pauses.reset()
@@ -139,8 +138,8 @@ class Moving(Standing):
             for kind, notice in put_off:
                 self._loop.call_soon(self._notice_scaling, kind, notice)
 
-    async def _look_gone(self, member: KubeMember, begun: EpochBegun, late: bool) -> Gone | NotYet:
-        found = await self._actuator.look_gone(member.slot_member, epoch=begun.epoch, nodes=late)
+    async def _look_gone(self, member: KubeMember, begun: EpochBegun) -> Gone | NotYet:
+        found = await self._actuator.look_gone(member.slot_member, epoch=begun.epoch)
         if isinstance(found, NotYet) and found.reason == "NotFenced":
             self._begun = None
         return found

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 
 from modelpool_kube.errors import KubeError, NotFound
-from modelpool_kube.kinds import NODES, PODS, Json
+from modelpool_kube.kinds import PODS, Json
 from modelpool_kube.port import ClusterPort
-from modelpool_kube.slotrules import is_pod_gone, node_of
+from modelpool_kube.slotrules import is_pod_gone
 
 from .kube_pods import address_of
 from .probe import Prober
@@ -47,25 +47,13 @@ async def is_out_of_the_way(
         return held_s >= grace_s
     try:
         pod = await port.get(PODS, namespace, holder)
-        nodes = {}
-        if node := node_of(pod):
-            nodes[node] = await _node(port, node)
     except NotFound:
         return True
     except KubeError:
         return False
-    if is_pod_gone(pod, nodes):
+    if is_pod_gone(pod):
         return True
     return await _is_standby(prober, pod, pool)
-
-
-async def _node(port: ClusterPort, name: str) -> Json | None:
-    try:
-        return await port.get(NODES, None, name)
-    except NotFound:
-        return None
-    except KubeError:
-        return {}  # it cannot be asked: nothing is proven
 
 
 async def _is_standby(prober: Prober, pod: Json, pool: str) -> bool:

@@ -49,7 +49,7 @@ class Unloading(Loading):
             if not self._is_adopted:
                 raise DriverUnavailable(self.standing.withheld or "the driver is closed")
 
-        async def attempt(late: bool) -> str | None:
+        async def attempt() -> str | None:
             nonlocal is_asked
             current = self._current()
             if life is None and current is not None and not is_asked:
@@ -64,7 +64,7 @@ class Unloading(Loading):
                 begun = await self._epoch_for(purpose, announce)
                 await self._scale(spec, begun, up=False)
                 is_asked = True
-                found = await self._look_gone(spec, begun, late)
+                found = await self._look_gone(spec, begun)
             return None if isinstance(found, Gone) else f"{member} is not gone: {found.detail}"
 
         try:
