@@ -94,7 +94,7 @@ class Running:
         self.started_at = time.monotonic()
         self._process = subprocess.Popen(
             pinned(core, *launch.argv),
-            env={**os.environ, **launch.env},
+            env={**_environment(), **launch.env},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -109,6 +109,11 @@ class Running:
     def pids(self) -> list[int]:
         """Return every process whose CPU and memory count as the contender's."""
         return [self.pid] if self._own_members else [self.pid, *descendants(self.pid)]
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that its processes have used until now, of all their threads."""
+        tasks = [task for pid in self.pids() for task in Path(f"/proc/{pid}/task").glob("*")]
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
     def __enter__(self) -> Self:
         try:
@@ -153,6 +158,14 @@ class Running:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._log.close()
+
+
+def _environment() -> dict[str, str]:
+    """Return ours, with Python as it is by default: it keeps what it has compiled."""
+    return {name: value for name, value in os.environ.items() if name != _NO_BYTECODE}
+
+
+_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 
 def answers(port: int, *, timeout_s: float = 10.0) -> bool:
