@@ -22,6 +22,11 @@ from ..core.headers import (
     parse_answer_head,
 )
 
+_SIZES_KEPT: Final = 4096
+SHORTEST_KEPT: Final = 4
+"""Bytes of content, enough to tell how a body ends."""
+_sizes: dict[bytes, int] = {}
+"""Size of a whole chunk by its first line: events of a stream are nearly as long as each other."""
 _is_hex: Final = re.compile(rb"[0-9A-Fa-f]{1,8}").fullmatch
 MAX_INTERIM_ANSWERS: Final = 16
 """100, 102 and 103 answers ignored before the real one; more is a fault."""
@@ -62,6 +67,7 @@ class AnswerReader:
     _in_plain_chunks = False
     _in_chunk = False
     _last_byte = b""
+    _first_line = 5
     _collected: list[bytes]
 
     def __init__(self, method: str, known: KnownHead | None = None) -> None:
@@ -96,6 +102,22 @@ class AnswerReader:
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             # not the parser's words: they could repeat bytes of the answer
             raise BadHead("a line of its framing is malformed") from None
+        return True
+
+    def is_plain(self, data: bytes) -> bool:
+        """
+        Say whether *data*, which comes next, is nothing but whole chunks of lengths seen before.
+
+        It need not be fed then. Its last `SHORTEST_KEPT` bytes of content are in one piece. False
+        when in doubt.
+        """
+        if not self._in_plain_chunks:
+            return False
+        at, size, first_line = 0, len(data), self._first_line
+        while at < size:
+            at += _sizes.get(data[at : at + first_line], size + 1)
+            if at > size or data[at - 1] != 0x0A or data[at - 2] != 0x0D:
+                return False
         return True
 
     def feed_eof(self) -> bool:
@@ -237,15 +259,6 @@ class AnswerReader:
         where it is, a chunk begins, as before. False when nothing was taken.
         """
         size = len(data)
-        begin = data.find(b"\r\n", 0, 10) + 2
-        digits = data[: begin - 2]
-        if begin < 2 or not _is_hex(digits):
-            return False
-        length = int(digits, 16)
-        end = begin + length
-        if size == end + 2 and length and data.endswith(b"\r\n"):  # nearly always: one event
-            self.pieces, self.framed = (data[begin:end],), data
-            return True
         pieces: list[bytes] = []
         at = 0
         while at < size:
@@ -257,6 +270,9 @@ class AnswerReader:
             end = begin + length
             if data[end : end + 2] != b"\r\n":
                 return False
+            if length >= SHORTEST_KEPT:
+                self._first_line = begin - at
+                _keep_size(data[at:begin], end + 2 - at)
             at = end + 2
             if not length:
                 if at != size:
@@ -267,3 +283,9 @@ class AnswerReader:
         self.pieces, self.framed = pieces, data
         self._last_byte = b"\n"
         return True
+
+
+def _keep_size(first_line: bytes, size: int) -> None:
+    if len(_sizes) >= _SIZES_KEPT:
+        _sizes.clear()
+    _sizes[first_line] = size

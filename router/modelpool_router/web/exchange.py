@@ -168,6 +168,7 @@ class Exchange:
 
     def close(self) -> None:
         """Let go of both sides, whatever happened; an unfinished answer is not waited for."""
+        self._note_moved(self._loop.time())
         if self._connection is not None:
             self._connection.abort()
             self._connection = None
@@ -196,6 +197,7 @@ class Exchange:
         """Look at the deadlines."""
         if self._done is None or self._done.done():
             return
+        self._note_moved(now)
         taken_at = self._sink.took(now)
         if self._sink.congested and taken_at == now:
             self._lease.moved_at = now
@@ -243,10 +245,9 @@ class Exchange:
         elif last:
             self._end("served", None)
         elif self._sink.congested:
-            self._paused = True
-            if self._connection is not None:
-                self._connection.pause_reading()
-            self._sink.when_writable(self._resume)
+            self._hold_back()
+        elif framed is not None and self._connection is not None:
+            self._connection.straight = self._sink.straight(self._hold_back)
 
     def on_failed(self, error: ExchangeError) -> None:
         """The upstream will not complete its answer."""
@@ -303,6 +304,19 @@ class Exchange:
             self._relay()
             return True
         return False
+
+    def _note_moved(self, now: float) -> None:
+        """Take note of what went straight from the connection to the sink."""
+        if self._sink.moved:
+            self._sink.moved = False
+            self._read_at = self._lease.moved_at = now
+
+    def _hold_back(self) -> None:
+        """Let the upstream wait for the client."""
+        self._paused = True
+        if self._connection is not None:
+            self._connection.pause_reading()
+        self._sink.when_writable(self._resume)
 
     def _resume(self) -> None:
         self._paused = False

@@ -69,6 +69,8 @@ class ClientSink:
         """Whether a byte of this answer was written."""
         self.sent = 0
         """Bytes written for this answer, head included."""
+        self.moved = False
+        """Whether `pass_chunks` passed anything on since somebody set this to False."""
         self.framing = Framing.NONE
         self.event_stream = False
         self._request = request
@@ -78,11 +80,13 @@ class ClientSink:
         self._http11 = request.version >= (1, 1)
         self._head = b""
         self._tail = b"\n\n"
+        self._last_chunk = b""  # that was passed on since *_tail* was set
         self._in_chunks = False  # the head is out, and chunks follow
         self._taken = -self._buffered()
         self._taken_at = loop.time()
         self._waiter: asyncio.Future[None] | None = None
         self._on_writable: Callable[[], None] | None = None
+        self._on_congested: Callable[[], None] = _nothing
 
     @property
     def gone(self) -> bool:
@@ -126,6 +130,7 @@ class ClientSink:
         """
         transport = self._transport
         if self.event_stream and pieces:
+            self._note_tail()
             end = pieces[-1]
             self._tail = end if len(end) >= 4 else (self._tail + b"".join(pieces))[-4:]
         if framed is not None and self._in_chunks and transport is not None:
@@ -155,15 +160,45 @@ class ClientSink:
         transport.write(data)
         return not transport.is_closing()
 
+    def straight(self, on_congested: Callable[[], None]) -> Callable[[bytes], bool] | None:
+        """
+        Return `pass_chunks` if the client gets chunks and the first of them went out; else None.
+
+        Args:
+            on_congested: Called after a chunk that made the client fall behind.
+        """
+        if not self._in_chunks:
+            return None
+        self._on_congested = on_congested
+        return self.pass_chunks
+
+    def pass_chunks(self, data: bytes) -> bool:
+        """Write whole chunks (`AnswerReader.is_plain`); False, and nothing is done, if in doubt."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return False
+        transport.write(data)
+        self.sent += len(data)
+        self._last_chunk = data
+        self.moved = True
+        if self._protocol._paused:
+            self._on_congested()
+        return True
+
     def can_take_frame(self) -> bool:
         """Whether an event of ours can still be added to the answer."""
         return self.event_stream and self.framing in (Framing.CHUNKED, Framing.UNTIL_CLOSE)
 
     def end_with(self, frame: bytes) -> None:
         """End an event stream with *frame*, after the end of an unfinished one."""
+        self._note_tail()
         if not self._tail.endswith((b"\n\n", b"\r\r", b"\n\r\n")):
             frame = (b"\n" if self._tail.endswith(b"\n") else b"\n\n") + frame
         self.write_body((frame,), None, last=True)
+
+    def _note_tail(self) -> None:
+        if self._last_chunk:
+            self._tail, self._last_chunk = self._last_chunk[-6:-2], b""
 
     def when_writable(self, callback: Callable[[], None]) -> None:
         """Call *callback* once when the client has caught up, or is gone."""
@@ -246,6 +281,10 @@ class _Remainder:
         elif now - self._taken_at >= self._write_stall_s:
             self._sweep.discard(self)
             _reset(self._transport)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _chunk(pieces: Sequence[bytes], *, last: bool) -> bytes:

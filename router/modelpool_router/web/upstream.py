@@ -17,7 +17,7 @@ import ipaddress
 import select
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -82,6 +82,12 @@ class UpstreamConnection(asyncio.Protocol):
         """Set by the sender when the whole request was handed over."""
         self.answer_is_whole = False
         """Whether the answer, whose head the receiver is just being shown, is all here."""
+        self.straight: Callable[[bytes], bool] | None = None
+        """
+        Set by the receiver to be given whole chunks as they come, instead of `on_body`.
+
+        It may decline one by returning False. The first byte of the exchange took the usual way.
+        """
         self._client = client
         self._known = KnownHead()
         self._receiver: Receiver | None = None
@@ -97,6 +103,7 @@ class UpstreamConnection(asyncio.Protocol):
     def begin(self, receiver: Receiver, method: str) -> None:
         """Start an exchange: what arrives from now on is the answer to it."""
         self._receiver = receiver
+        self.straight = None
         self.answered = self.request_sent = False
         # (what a head means depends on the method)
         self._reader = AnswerReader(method, self._known if method == "POST" else None)
@@ -109,6 +116,7 @@ class UpstreamConnection(asyncio.Protocol):
     def pass_to(self, receiver: Receiver) -> None:
         """Let another receiver go on with the exchange; it is shown the head again."""
         self._receiver = receiver
+        self.straight = None
 
     @property
     def write_paused(self) -> bool:
@@ -141,7 +149,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Close at once and say no more. Idempotent."""
         if self._reader is not None:
             self._reader.close()
-        self._receiver = self._reader = None
+        self._receiver = self._reader = self.straight = None
         if self._transport is not None:
             self._transport.abort()
 
@@ -190,6 +198,9 @@ class UpstreamConnection(asyncio.Protocol):
         if reader is None:
             self.abort()  # nobody asked
             return
+        straight = self.straight
+        if straight is not None and reader.is_plain(data) and straight(data):
+            return
         self.answered = True
         with_head = reader.head is None
         try:
@@ -216,7 +227,7 @@ class UpstreamConnection(asyncio.Protocol):
                 if self._receiver is not receiver:
                     return
         if reader.ended:
-            self._receiver = self._reader = None
+            self._receiver = self._reader = self.straight = None
             reader.close()
             if self._read_paused:
                 self.resume_reading()

@@ -30,6 +30,26 @@ def read(parts: list[bytes], method: str = "POST") -> tuple[AnswerReader, bytes,
     return reader, body, out
 
 
+def read_past(parts: list[bytes]) -> tuple[AnswerReader, bytes, bytes]:
+    """As `read`, but do not feed what need not be fed."""
+    reader = AnswerReader("POST")
+    body, out = b"", b""
+    for part in parts:
+        if reader.is_plain(part):
+            assert not reader.ended
+            _, piece, again = read([CHUNKED, part])
+            body, out = body + piece, out + again
+            assert again == part
+        elif reader.feed(part):
+            piece = b"".join(reader.pieces)
+            body += piece
+            if reader.framed is not None:
+                out += reader.framed
+            else:
+                out += (chunk(piece) if piece else b"") + (LAST_CHUNK if reader.ended else b"")
+    return reader, body, out
+
+
 def split(raw: bytes, cuts: list[int]) -> list[bytes]:
     """Cut *raw* at the given places."""
     edges = [0, *sorted({cut % (len(raw) + 1) for cut in cuts}), len(raw)]
@@ -38,6 +58,21 @@ def split(raw: bytes, cuts: list[int]) -> list[bytes]:
 
 cuts = st.lists(st.integers(0, 10_000), max_size=12)
 bodies = st.lists(st.binary(min_size=1, max_size=300), max_size=6)
+
+
+def test_given_events_of_known_lengths_then_they_need_not_be_fed() -> None:
+    event = chunk(b"data: {}\n\n")
+    reader = AnswerReader("POST")
+    assert not reader.is_plain(event), "no head yet"
+    reader.feed(CHUNKED)
+    reader.feed(event)
+
+    assert reader.is_plain(event)
+    assert reader.is_plain(event * 3)
+    for odd in (event[:-1], event[1:], event + event[:5], LAST_CHUNK, event + LAST_CHUNK, b"a"):
+        assert not reader.is_plain(odd)
+    reader.feed(chunk(event)[:4])
+    assert not reader.is_plain(event), "inside of a chunk whose content looks like one"
 
 
 @steady
@@ -58,6 +93,10 @@ def test_given_a_chunked_answer_cut_anywhere_then_body_and_end_are_found(
     again, body_again, _ = read([CHUNKED + out])
     assert again.ended and body_again == body, "what goes to the client is a valid chunked body"
     assert b"X-T" not in out or not trailer
+    # (twice: the second time the lengths of all chunks are known)
+    for _ in range(2):
+        past, body_past, out_past = read_past(split(raw, places))
+        assert (past.ended, body_past, out_past) == (True, body, out)
 
 
 @steady

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -67,6 +68,47 @@ async def test_given_a_stream_that_goes_silent_then_it_ends_with_an_error_in_it(
                 "upstream_timeout",
             )
             await up.links[0].ended()
+
+
+@on_both_loops
+async def test_given_events_that_pass_by_the_exchange_then_deadlines_and_errors_know_of_them() -> (
+    None
+):
+    """As events of lengths seen before do."""
+    turn = asyncio.Semaphore(0)
+    events = [chunk(b"data: %d\n\n" % n) for n in range(3)]
+    unfinished = chunk(b"data: {")
+
+    async def script(link: Link) -> None:
+        await link.read_request()
+        await link.send(STREAM_HEAD)
+        for piece in (*events, unfinished):
+            await turn.acquire()
+            await link.send(piece)
+        await link.gone()
+
+    limits = ForwardLimits(read_stall_s=1.0)
+    async with RawUpstream(script) as up, Relay(up.port, limits=limits) as relay:
+        async with await RawClient.connect(relay.port) as client:
+            client.post()
+            size = len(await client.read_until(b"\r\n\r\n"))
+            for event in events:
+                before = asyncio.get_running_loop().time()
+                turn.release()
+                size += len(await client.read_until(event))
+                await relay.until(partial(_has_moved, relay, before))
+            turn.release()
+            told = await client.read_until(LAST_CHUNK)
+
+            assert told.startswith(unfinished)
+            assert b"\r\n\n\ndata: " in told and b'"code":"upstream_timeout"' in told
+            ended = await relay.end()
+            assert ended.result is not None
+            assert ended.result.bytes_sent == size + len(told)
+
+
+def _has_moved(relay: Relay, since: float) -> bool:
+    return relay.leases[0].moved_at >= since
 
 
 @on_both_loops
