@@ -15,7 +15,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from memcluster import MemCluster, MemPort, Write, copied
+import memroles
+from memcluster import MemCluster, MemPort, Request, Write, copied
 from memcontrollers import Part, World, deployment, is_finished, owner, runs, statefulset
 from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
 from modelpool_kube.kinds import (
@@ -58,6 +59,12 @@ QUICK = KubeLimits(
 KINDS: dict[str, Kind] = {
     each.kind: each for each in (DEPLOYMENTS, STATEFULSETS, INFERENCE_SERVICES)
 }
+REFS = {
+    "Deployment": "deploymentRef",
+    "StatefulSet": "statefulSetRef",
+    "InferenceService": "inferenceServiceRef",
+}
+"""How a ModelPool refers to them."""
 
 
 class InferenceServices(Part):
@@ -158,6 +165,8 @@ class KubeWorld:
         self.failing: set[str] = set()
         """Members whose containers end at once, again and again."""
         self.immortal: set[str] = set()
+        self.refused: list[Request] = []
+        """What routers asked for and their Role does not allow."""
         self.unload_s: dict[str, float] = {}
         self._going_since: dict[str, float] = {}
         self.world.kubelet.answers = lambda pod: self.member_of(pod) not in self.hanging
@@ -189,11 +198,24 @@ class KubeWorld:
         known: Profile | None = None,
         **more: Any,
     ) -> KubernetesDriver:
-        """Return the driver of a router called *name*."""
+        """Return the driver of a router called *name*, which has the rights of a real one."""
+        port = port or self.cluster.port(name)
+        ref = REFS[self.kind.kind]
+        rights = memroles.of_router(
+            NAMESPACE, "gpu0", [{ref: {"name": each}} for each in self.names], memroles.MAKES_LEASES
+        )
+
+        def may(request: Request) -> bool:
+            allowed = rights(request)
+            if not allowed:
+                self.refused.append(request)
+            return allowed
+
+        port.rights = may
         return KubernetesDriver(
             PoolName("gpu0"),
             self.specs(known),
-            port=port or self.cluster.port(name),
+            port=port,
             slot=KubeSlot(NAMESPACE, LEASE, name),
             lost=lost,
             standing=standing,
@@ -348,6 +370,7 @@ class KubeWorld:
         self.stop()
         with contextlib.suppress(asyncio.CancelledError):
             await self._mover
+        assert self.refused == []
 
 
 class Watchman:

@@ -612,6 +612,8 @@ class MemPort:
         """While set to an unset event, requests wait before they are sent."""
         self.answers_paused: asyncio.Event | None = None
         """While set to an unset event, answers of what was done wait on their way back."""
+        self.rights: Callable[[Request], bool] = _any
+        """Says which requests the process may make; others are forbidden."""
         self.watch_filter: WatchFilter = lambda event: (event,)
         """What becomes of each event on its way: dropped, repeated, kept back."""
         self.read_version: int | None = None
@@ -713,7 +715,7 @@ class MemPort:
                 found = cluster._list_as_of(version, kind, namespace, labels, fields)
             return Listing(tuple(found), str(cluster.version if version is None else version))
 
-        return await self._ask("list", kind, namespace, "", None, act)
+        return await self._ask("list", kind, namespace, _named(fields), None, act)
 
     async def create(self, kind: Kind, namespace: str | None, body: Json) -> Json:
         """Create an object."""
@@ -809,7 +811,7 @@ class MemPort:
                 raise errors.Gone("too old resource version", code=410, reason="Expired")
             return _Watcher(self.cluster, kind, namespace, labels, fields, start)
 
-        watcher = await self._ask("watch", kind, namespace, "", None, act)
+        watcher = await self._ask("watch", kind, namespace, _named(fields), None, act)
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
             while True:
@@ -866,6 +868,8 @@ class MemPort:
         fault = hits[0] if hits else None
         if self.cluster.down:
             raise errors.Unavailable("connection refused", call=str(request))
+        if not self.rights(request):
+            raise errors.Forbidden(f"{self.name} cannot {request}", code=403)
         if fault is not None and fault.hangs:
             await asyncio.get_running_loop().create_future()
         if fault is not None and fault.late:
@@ -901,6 +905,12 @@ class MemPort:
 
 def _any(request: Request) -> bool:
     return True
+
+
+def _named(fields: str) -> str:
+    """Return the one name that a field selector asks for; a Role can allow just that."""
+    key, _, name = fields.partition("=")
+    return name if key == "metadata.name" else ""
 
 
 def _lost() -> errors.KubeError:

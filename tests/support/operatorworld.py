@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import conditionspage
-from memcluster import MemCluster, MemPort, Write
+import memroles
+from memcluster import MemCluster, MemPort, Request, Write
 from memcontrollers import World, deployment, is_finished, runs
 from modelpool_api.names import (
     OPERATOR_MANAGER,
@@ -54,6 +55,7 @@ from modelpool_operator.engine.sessions import SlotSessions
 
 NS = "lab"
 IMAGE = "modelpool:test"
+RIGHTS = memroles.of_operator()
 STEP_S = 1.0
 """How long one round of everything takes."""
 TICK_S = 0.001
@@ -103,6 +105,7 @@ class Process:
     def __init__(self, world: OperatorWorld, port: MemPort, identity: str) -> None:
         self._world = world
         self.port = port
+        port.rights = world.may
         rng = random.Random(identity)
         observer = Observer(port)
         actor = Actor(port, EventRecorder(port, identity))
@@ -340,6 +343,13 @@ class OperatorWorld:
         self.cluster.edit(LEASES, NS, lease_name(pool), patch, actor="router")
 
     # Invariants
+
+    def may(self, request: Request) -> bool:
+        """Return whether the shipped Role allows *request*; that it does not is a violation."""
+        allowed = RIGHTS(request)
+        if not allowed:
+            self.violations.append(f"the Role does not allow {request}")
+        return allowed
 
     def check_write(self, write: Write) -> None:
         """Check S1, S2, S8, S9 and S10 of one write."""

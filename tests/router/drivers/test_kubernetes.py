@@ -366,6 +366,19 @@ def _pod(world: KubeWorld) -> str:
     return str(world.pod("alpha")["metadata"]["name"])
 
 
+async def test_a_pod_that_takes_long_to_end_is_waited_for(bench: Bench) -> None:
+    driver = await bench.started()
+    await driver.activate(ALPHA)
+    bench.world.unload_s["alpha"] = 60.0
+    began = bench.world.loop.time()
+
+    await driver.deactivate(ALPHA)
+    await driver.activate(BETA)
+
+    assert bench.world.loop.time() - began > 60
+    assert bench.world.up() == {"beta"}
+
+
 async def test_a_failed_pod_that_was_left_behind_does_not_stop_a_swap(bench: Bench) -> None:
     driver = await bench.started()
     await driver.activate(ALPHA)
