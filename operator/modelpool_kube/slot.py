@@ -135,7 +135,11 @@ class SlotActuator:
         record = await self._keeper.write(with_epoch)
         for member in members:
             await self._mark(member, record.epoch)
-        return EpochBegun(record.epoch, self._port.now())
+        fenced_at = self._port.now()
+        # A mark that was there already may be another holder's: after the Lease was deleted he
+        # counts from the same number, unless he has read our marks.
+        await self._keeper.confirm(record.epoch)
+        return EpochBegun(record.epoch, fenced_at)
 
     async def scale(self, member: Member, *, up: bool, epoch: int) -> Json:
         """

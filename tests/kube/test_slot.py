@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from crashpoints import Scenario, kill_everywhere, lose_everywhere
-from memcluster import Killed, MemCluster, MemPort, Trail
+from memcluster import Killed, MemCluster, MemPort, Trail, Write
 from memcontrollers import World
 from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
 from modelpool_kube import errors
@@ -293,6 +293,32 @@ async def test_who_was_deposed_cannot_write_any_more(world: World) -> None:
             await asyncio.sleep(5)
 
             assert residents(world.cluster) == {"b"}
+
+
+async def test_marks_of_another_holder_are_not_taken_for_our_own_fence(world: World) -> None:
+    """The Lease is deleted between record and marks: then both count from the same number."""
+    first, second = one(world, "one"), one(world, "two")
+    recorded = asyncio.Event()
+
+    def fall_asleep(write: Write) -> None:
+        if write.kind == LEASES and "record" in str(write.after) and write.actor == "one":
+            first.port.paused = first.port.paused or asyncio.Event()
+            recorded.set()
+
+    world.cluster.after_write.append(fall_asleep)
+    async with running(world, first):
+        await first.until_held()
+        beginning = asyncio.get_running_loop().create_task(first.begin())
+        await recorded.wait()
+        world.cluster.remove(LEASES, "lab", SLOT.lease)
+        async with running(world, second, moves=False):
+            await second.until_held()
+            assert (await second.begin()).epoch == 1
+            assert first.port.paused is not None
+            first.port.paused.set()
+
+            with pytest.raises(LeaseLost):
+                await beginning
 
 
 async def test_a_larger_epoch_is_never_lowered(world: World) -> None:
