@@ -317,11 +317,11 @@ EXAMPLES = [
     bad(
         "ModelDeployment",
         ".spec.model",
-        "model is part of",
+        "model.name is part of",
         put(".model.name", "other"),
         update=True,
         at=".spec.model",
-        says=("cannot be changed", "create another"),
+        says=('model.name "other"', "cannot be changed", "create another"),
     ),
     bad(
         "ModelDeployment",
@@ -330,7 +330,7 @@ EXAMPLES = [
         put(".engine.name", "SGLang"),
         update=True,
         at=".spec.engine.name",
-        says=("cannot be changed", "create another"),
+        says=('engine.name "SGLang"', "cannot be changed", "create another"),
     ),
     bad(
         "ModelDeployment",
@@ -352,13 +352,13 @@ EXAMPLES = [
     ),
     bad(
         "ModelDeployment",
-        ".spec.roles",
+        ".spec.roles[]",
         "the kind of a role",
         put(".roles[0].kind", "Prefill"),
         put(".roles[1].kind", "Decode"),
         update=True,
-        at=".spec.roles",
-        says=("kind of a role cannot be changed", "restore kind"),
+        at=".spec.roles[0].kind",
+        says=("the kind of role", "cannot be changed", "means Server; restore it"),
     ),
     bad(
         "ModelDeployment",
@@ -411,10 +411,10 @@ EXAMPLES = [
     ),
     bad(
         "ModelDeployment",
-        ".spec.roles[].env",
+        ".spec.roles[].env[]",
         "are set by the operator",
         put(".roles[0].env[0].name", "MODELPOOL_MEMBER_INDEX"),
-        at=".spec.roles[0].env",
+        at=".spec.roles[0].env[0].name",
         says=("MODELPOOL_MEMBER_INDEX", "use another name"),
     ),
     bad(

@@ -358,7 +358,7 @@ def _broken_rules(value: Any, old: Any, schema: Json, where: str) -> Iterator[st
         if not evaluate(rule["rule"], **names):
             message = rule["message"]
             if "messageExpression" in rule:
-                message = str(evaluate(rule["messageExpression"], self=value))
+                message = str(evaluate(rule["messageExpression"], **names))
             yield f"{where}{rule.get('fieldPath', '')}: {message}"
     if isinstance(value, Mapping):
         before = old if isinstance(old, Mapping) else {}

@@ -34,11 +34,15 @@ _LEVEL = (
 )
 
 
-def _frozen(what: str) -> Rule:
+def _frozen(what: str, value: str) -> Rule:
+    why = (
+        "is part of which deployment this is and cannot be changed; keep it, or create another "
+        "ModelDeployment"
+    )
     return Rule(
         rule="self == oldSelf",
-        message=f"{what} is part of which deployment this is and cannot be changed; keep it, or "
-        "create another ModelDeployment",
+        message=f"{what} {why}",
+        shown=f"'{what} \"' + {value} + '\" {why}'",
     )
 
 
@@ -93,10 +97,15 @@ ROLE_SET_FROZEN = Rule(
     message="a role was added, removed or renamed, but the set of roles is part of which "
     "deployment this is; restore the names, or create another ModelDeployment",
 )
+_KIND_FROZEN = (
+    "cannot be changed, and a patch that leaves kind out means Server; restore it, or create "
+    "another ModelDeployment"
+)
 ROLE_KIND_FROZEN = Rule(
-    rule="self.all(n, !oldSelf.exists(o, o.name == n.name && o.kind != n.kind))",
-    message="the kind of a role cannot be changed, and a patch that leaves it out means Server; "
-    "restore kind, or create another ModelDeployment",
+    rule="self.kind == oldSelf.kind",
+    message=f"the kind of a role {_KIND_FROZEN}",
+    shown=f"'kind \"' + self.kind + '\": the kind of role \"' + self.name + '\" {_KIND_FROZEN}'",
+    at=".kind",
 )
 KINDS_FIT = Rule(
     rule="!(self.exists(a, a.kind == 'Server') && self.exists(b, b.kind != 'Server'))",
@@ -128,16 +137,18 @@ SERVICE_NAMES_FIT = Rule(
 )
 MEMBER_NAMES_FIT = Rule(
     rule="self.spec.roles.all(r, r.size == 1 || size(self.metadata.name) + size(r.name) + "
-    "size(string(r.replicas)) + size(string(r.size - 1)) + 5 <= 63)",
+    "size(string(r.replicas > 0 ? r.replicas - 1 : 0)) + size(string(r.size - 1)) + 5 <= 63)",
     message="members are named <metadata.name>-<role>-r<replica>-m<member>, which must not exceed "
     "63 characters, the limit of a host name; shorten the role, shorten the deployment, or ask for "
     "fewer replicas",
     at=".spec.roles",
 )
+_OWNED = "set by the operator, also for roles with their own command; use another name"
 RANK_ENV_OWNED = Rule(
-    rule=f"self.all(e, !(e.name in [{_RANK_LIST}]))",
-    message=f"{', '.join(RANK_ENV)} are set by the operator, also for roles with their own "
-    "command; use another name",
+    rule=f"!(self.name in [{_RANK_LIST}])",
+    message=f"{', '.join(RANK_ENV)} are {_OWNED}",
+    shown=f"self.name + ' is {_OWNED}'",
+    at=".name",
 )
 NO_HOST_LEVEL = Rule(
     rule="self != 'kubernetes.io/hostname'",
@@ -189,7 +200,7 @@ class Model(ApiModel):
 class Engine(ApiModel):
     """The engine that serves it."""
 
-    name: Annotated[EngineName, node(_frozen("engine.name"))]
+    name: Annotated[EngineName, node(_frozen("engine.name", "self"))]
     """Which engine; decides the managed command line."""
     version: Annotated[str, text(64)] = ""
     """For people; the image decides."""
@@ -214,6 +225,8 @@ class RoleResources(ApiModel):
 
 class RoleEnv(ApiModel):
     """One environment variable, with a literal value."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (RANK_ENV_OWNED,)
 
     name: Annotated[str, text(253, 1, "^[^=]+$")]
     """Name of the variable."""
@@ -271,7 +284,7 @@ class Topology(ApiModel):
 class Role(ApiModel):
     """Replicas of one kind. An edit of anything but `replicas` replaces each of them, whole."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (NO_ELASTIC_EP,)
+    rules: ClassVar[tuple[Rule, ...]] = (NO_ELASTIC_EP, ROLE_KIND_FROZEN)
 
     name: Label
     """Name; part of the names of Services and Pods."""
@@ -296,7 +309,7 @@ class Role(ApiModel):
     probes. Empty: the operator makes it (managed)."""
     extra_args: Command = ()
     """Arguments after the operator's own; without effect beside command."""
-    env: Annotated[tuple[RoleEnv, ...], list_map("name", most=128), node(RANK_ENV_OWNED)] = ()
+    env: Annotated[tuple[RoleEnv, ...], list_map("name", most=128)] = ()
     """Environment variables, with literal values."""
     ports: Annotated[tuple[RolePort, ...], list_map("containerPort", "protocol", most=16)] = ()
     """Ports; the first one serves. None: 8000, named http."""
@@ -320,7 +333,7 @@ Roles = Annotated[
         "name",
         most=10,
         least=1,
-        rules=(ROLE_SET_FROZEN, ROLE_KIND_FROZEN, KINDS_FIT, ONE_OF_A_KIND, NAMES_APART),
+        rules=(ROLE_SET_FROZEN, KINDS_FIT, ONE_OF_A_KIND, NAMES_APART),
     ),
 ]
 
@@ -330,7 +343,7 @@ class ModelDeploymentSpec(ApiModel):
 
     rules: ClassVar[tuple[Rule, ...]] = (NO_KV_CACHE, NO_KV_TRANSFER, NO_ROUTER)
 
-    model: Annotated[Model, node(_frozen("model"))]
+    model: Annotated[Model, node(_frozen("model.name", "self.name"))]
     """The served model."""
     engine: Engine
     """The engine that serves it."""

@@ -36,18 +36,27 @@ def roles(*changes: Json) -> list[Json]:
 
 
 REFUSED: list[tuple[str, list[Json], str]] = [
-    ("V1 added", [*roles(), role("three")], "spec.roles"),
-    ("V1 removed", roles()[:1], "spec.roles"),
-    ("V1 renamed", [role("one"), role("other")], "spec.roles"),
-    ("V1 kind", roles({"kind": "Decode"}, {"kind": "Prefill"}), "kind of a role"),
+    ("V1 added", [*roles(), role("three")], ".spec.roles: a role was added"),
+    ("V1 removed", roles()[:1], ".spec.roles: a role was added, removed"),
+    ("V1 renamed", [role("one"), role("other")], ".spec.roles: a role was added, removed or"),
+    (
+        "V1 kind",
+        roles({"kind": "Decode"}, {"kind": "Prefill"}),
+        '.spec.roles[0].kind: kind "Decode": the kind of role "one" cannot be changed',
+    ),
     ("V2", [role("one"), role("one")], "Duplicate"),
     ("V3", [role(f"r{number}") for number in range(11)], "spec.roles"),
     ("V4 size 0", roles({"size": 0}), "spec.roles[0].size"),
     ("V4 size 65", roles({"size": 65}), "spec.roles[0].size"),
     ("V4 replicas", roles({"replicas": 1025}), "spec.roles[0].replicas"),
-    ("V5", roles({}, {"kind": "Decode"}), "spec.roles"),
-    ("V8", roles({"size": 64, "replicas": 1024, "name": "x" * 60}), "63 characters"),
-    ("V10", roles({"env": [{"name": "MODELPOOL_REPLICA_SIZE", "value": "1"}]}), "env"),
+    ("V5", roles({}, {"kind": "Decode"}), ".spec.roles: roles of kind Server cannot stand"),
+    ("V7", roles({"name": "x" * 59}), "63 characters; shorten the name of the role"),
+    ("V8", roles({"size": 64, "replicas": 1024, "name": "x" * 60}), "fewer replicas"),
+    (
+        "V10",
+        roles({"env": [{"name": "MODELPOOL_REPLICA_SIZE", "value": "1"}]}),
+        ".spec.roles[0].env[0].name: MODELPOOL_REPLICA_SIZE is set by the operator",
+    ),
     ("V16", roles({"topology": {"requiredLevel": "kubernetes.io/hostname"}}), "wider level"),
     ("V18 elastic", roles({"elasticEp": {}}), "elasticEp is not supported"),
     ("V18 partition", roles({"resources": {"acceleratorPartitionedProfile": "1g"}}), "partitions"),
@@ -271,3 +280,14 @@ async def test_a_stored_object_that_nobody_understands_is_told_and_not_touched()
 
     assert lab.uids() == kept
     assert [note.reason for note in lab.told if note.is_warning] == ["RenderFailed"]
+
+
+@pytest.mark.parametrize(("replicas", "is_refused"), [(0, False), (10, False), (11, True)])
+def test_v8_the_name_of_the_last_member_may_just_fit(replicas: int, is_refused: bool) -> None:
+    wide = role("x" * 52, size=2, replicas=replicas)
+    spec = {"model": {"name": "m"}, "engine": {"name": "vLLM"}, "roles": [wide]}
+
+    _, wrong = ADMISSION.admit({"metadata": {"name": "chat"}, "spec": spec})
+
+    assert len(f"chat-{'x' * 52}-r9-m1") == 63
+    assert bool(wrong) == is_refused
