@@ -49,6 +49,15 @@ class Rights:
             for rule in self._rules
         )
 
+    def pairs(self) -> set[tuple[str, str]]:
+        """Return all verbs with the resources they are allowed on."""
+        return {
+            (verb, resource)
+            for rule in self._rules
+            for verb in rule["verbs"]
+            for resource in rule["resources"]
+        }
+
 
 def of_operator() -> Rights:
     """Return what the shipped ClusterRole allows."""

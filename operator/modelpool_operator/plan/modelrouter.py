@@ -156,9 +156,9 @@ def rules(router: ModelRouter, pools: Iterable[ModelPool]) -> Iterable[Json]:
     """
     if not router.spec.pools:
         return
-    yield _rule("modelpool.dev", ["modelpools", "inferenceservices"], READ)
+    yield _rule("modelpool.dev", ["modelpools", "inferenceservices"], FOLLOW)
     leases = [lease_name(each.name) for each in router.spec.pools]
-    yield _rule("coordination.k8s.io", ["leases"], [*READ, "patch"], leases)
+    yield _rule("coordination.k8s.io", ["leases"], ["get", "patch"], leases)
     targets: dict[Kind, set[str]] = {}
     for pool in pools:
         for member in pool.spec.members:
@@ -173,14 +173,14 @@ def rules(router: ModelRouter, pools: Iterable[ModelPool]) -> Iterable[Json]:
         yield _rule(DEPLOYMENTS.group, [DEPLOYMENTS.plural], READ, below)
     # Made by controllers, under names nobody knows beforehand.
     yield _rule("", ["pods"], READ)
-    yield _rule("apps", ["replicasets"], READ)
-    yield _rule("autoscaling", ["horizontalpodautoscalers"], READ)
+    yield _rule("apps", ["replicasets"], FOLLOW)
+    yield _rule("autoscaling", ["horizontalpodautoscalers"], FOLLOW)
     if MODEL_DEPLOYMENTS in targets:
         yield _rule("kueue.x-k8s.io", ["workloads"], ["list"])
-    yield _rule("events.k8s.io", ["events"], ["create", "patch"])
 
 
-READ = ["get", "list", "watch"]
+FOLLOW = ["list", "watch"]
+READ = ["get", *FOLLOW]
 
 
 def _rule(group: str, plurals: list[str], verbs: list[str], names: list[str] | None = None) -> Json:

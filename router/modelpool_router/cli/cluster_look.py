@@ -16,8 +16,10 @@ from modelpool_kube.kinds import (
     INFERENCE_SERVICES,
     LEASES,
     MEMBER_KINDS,
+    MODEL_DEPLOYMENTS,
     PODS,
     REPLICASETS,
+    WORKLOADS,
     Json,
     Kind,
     annotation,
@@ -157,9 +159,13 @@ def needed_rights(pool: PoolPlace) -> list[tuple[str, Kind, str, str]]:
         if member.kind == INFERENCE_SERVICES:
             for verb in ("get", "list", "watch"):
                 rights.append((verb, DEPLOYMENTS, member.namespace, member.target))
+        if member.kind == MODEL_DEPLOYMENTS:
+            rights.append(("list", WORKLOADS, member.namespace, ""))
         for kind in (PODS, REPLICASETS, AUTOSCALERS):
             for verb in ("list", "watch"):
                 rights.append((verb, kind, member.namespace, ""))
+    # The Pod of the router that held the slot before.
+    rights.append(("get", PODS, pool.lease_namespace, ""))
     return list(dict.fromkeys(rights))
 
 

@@ -70,7 +70,7 @@ async def test_a_cluster_in_order_has_nothing_wrong() -> None:
     said = "\n".join(each.what for each in found)
     assert "Lease lab/modelpool-gpu0 does not exist yet" in said
     assert "Deployment lab/a can be a member; it asks for 0" in said
-    assert "all 16 rights" in said
+    assert "all 17 rights" in said
     assert {write.kind for write in made.writes} == {DEPLOYMENTS, ACCESS_REVIEWS}
 
 
