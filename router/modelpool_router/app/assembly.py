@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from ..core.catalog import Catalog, Entry, Route
@@ -34,12 +34,15 @@ def catalog(settings: Settings) -> Catalog:
     return Catalog(entries)
 
 
-def surface(settings: Settings, upstream_keys: Mapping[str, str]) -> Surface:
+def surface(
+    settings: Settings, upstream_keys: Mapping[str, str], on_spooled: Callable[[], None]
+) -> Surface:
     """
     Return what the data port serves.
 
     Args:
         upstream_keys: Secrets by name of upstream, for those that want one.
+        on_spooled: See `IntakeLimits`.
     """
     mode = settings.hold_keepalive
     keepalive = None
@@ -70,6 +73,7 @@ def surface(settings: Settings, upstream_keys: Mapping[str, str]) -> Surface:
             total_s=settings.body_timeout_s,
             # Not the system's folder for temporary files: that one may be in memory.
             spool_dir=str(settings.state_dir),
+            on_spooled=on_spooled,
         ),
         keepalive=keepalive,
         passthrough=settings.passthrough,

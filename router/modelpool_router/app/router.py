@@ -51,8 +51,10 @@ from ..web.dispatch import Dispatcher
 from ..web.handlers import DataPort
 from ..web.server import FrontServer, require_c_parser
 from ..web.short import ShortWay
+from ..web.surface import Surface
 from ..web.upstream import UpstreamClient, UpstreamLimits
 from . import assembly
+from .heap import Trimmer
 
 if TYPE_CHECKING:
     from ..drivers.kubernetes import KubernetesDriver
@@ -129,6 +131,7 @@ class Router:
         prepare(settings.state_dir)
         self._metrics.watch(self.views, self._ledger)
         self._metrics.watch_log(self._logs.dropped)
+        self._trimmer = Trimmer(loop)
         self._client = UpstreamClient(
             loop, UpstreamLimits(connect_timeout_s=settings.connect_timeout_s)
         )
@@ -143,7 +146,7 @@ class Router:
         self._dispatcher = Dispatcher(self._pools, self._client)
         accountant = Accountant(self._metrics, self._logs, loop.time)
         self._data_port = DataPort(
-            assembly.surface(settings, self._upstream_keys),
+            self._surface(settings),
             pools=self._pools,
             dispatcher=self._dispatcher,
             keys=self._keys,
@@ -175,7 +178,7 @@ class Router:
             await self._reach_cluster(settings)
             self.settings = settings = self._with_model_pools(settings)
             self._metrics.reconfigure(*_names(settings))
-            self._data_port.surface = assembly.surface(settings, self._upstream_keys)
+            self._data_port.surface = self._surface(settings)
             await self._pools.apply(settings.pool_specs())
             await self._server.start_serving()
         except BaseException:
@@ -209,6 +212,7 @@ class Router:
                 await asyncio.wait_for(self._data_port.until_idle(), LAST_WORDS_S)
         await self._front.shutdown(LAST_WORDS_S)
         self._client.close()
+        await self._trimmer.close()
         try:
             if self._model_pools is not None:
                 await self._model_pools.close()
@@ -217,6 +221,9 @@ class Router:
             await self._leave_cluster()
             self._hub.close()
             await self._close_admin()
+
+    def _surface(self, settings: Settings) -> Surface:
+        return assembly.surface(settings, self._upstream_keys, self._trimmer.note)
 
     async def _listen_for_admin(self) -> Address | None:
         address = self.settings.admin
@@ -323,7 +330,7 @@ class Router:
         self._metrics.reconfigure(*_names(new))
         self._update_drivers(new)
         await self._pools.apply(new.pool_specs())
-        self._data_port.surface = assembly.surface(new, self._upstream_keys)
+        self._data_port.surface = self._surface(new)
         self._front.options = replace(
             assembly.server_options(new), on_refused=self._front.options.on_refused
         )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import gc
 import os
 import signal
 import sys
@@ -19,6 +17,7 @@ from ..telemetry import configure_logs
 from ..telemetry.logs import Logs
 from ..web.auth import BadKeys
 from ..web.server import ParserMissing
+from . import heap
 from .router import Router
 
 log = structlog.get_logger("modelpool.serve")
@@ -34,7 +33,7 @@ def run(settings: Settings) -> int:
     """Serve until a signal says stop; return the exit code."""
     logs = configure_logs(settings.log_level, settings.log_format)
     _allow_files(settings)
-    _keep_blocks()
+    heap.keep_blocks()
     try:
         if sys.platform == "win32":
             return asyncio.run(_serve(settings, logs))
@@ -73,31 +72,6 @@ def _allow_files(settings: Settings) -> None:
         )
 
 
-def _settle_heap() -> None:
-    """What is there now stays for ever: the collector need not look at it again."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()  # it was off for the start, see `cli.serving`
-
-
-def _keep_blocks() -> None:
-    """
-    Let glibc keep the blocks that big bodies are read into.
-
-    By default every block over 128 KiB is mapped anew, and each of its pages is a page fault: most
-    of what a body of some megabytes costs.
-    """
-    mib = 1024 * 1024
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # another C library
-        return
-    mallopt(mmap_threshold, 8 * mib)
-    mallopt(trim_threshold, 16 * mib)
-    mallopt(top_pad, mib)
-
-
 async def _serve(settings: Settings, logs: Logs) -> int:
     router = Router(settings, logs)
     stop, hurry, again = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -113,7 +87,7 @@ async def _serve(settings: Settings, logs: Logs) -> int:
             return FAILED
         _say_where(router)
         loop = asyncio.get_running_loop()
-        settling = loop.call_later(SETTLED_S, _settle_heap)
+        settling = loop.call_later(SETTLED_S, heap.settle)
         reloading = loop.create_task(_reload_when_asked(router, again), name="reload")
         await stop.wait()
         log.info("stopping", hint="once more hurries")

@@ -11,7 +11,7 @@ import asyncio
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from types import TracebackType
@@ -47,6 +47,8 @@ class IntakeLimits:
     """Where temporary files go; None = the system's choice."""
     full_retry_after_s: float = 5.0
     """What to suggest when the router holds as many bytes as it may."""
+    on_spooled: Callable[[], None] = lambda: None
+    """Called when a body went into a file, and again when that one is closed."""
 
 
 class Body:
@@ -56,15 +58,23 @@ class Body:
     Close it exactly when nothing will be sent from it any more; closing twice is harmless.
     """
 
-    __slots__ = ("_data", "_file", "_ledger", "_map", "_reserved", "_splice", "size")
+    __slots__ = ("_data", "_file", "_ledger", "_map", "_on_closed", "_reserved", "_splice", "size")
 
     def __init__(
-        self, ledger: HoldLedger, reserved: int, *, data: bytes = b"", file: FileIO | None = None
+        self,
+        ledger: HoldLedger,
+        reserved: int,
+        *,
+        data: bytes = b"",
+        file: FileIO | None = None,
+        on_closed: Callable[[], None] = lambda: None,
     ) -> None:
         self._ledger = ledger
         self._reserved = reserved
         self._data = data
         self._file = file
+        self._on_closed = on_closed
+        """For one in a file."""
         self._map: mmap.mmap | None = None
         self._splice: tuple[int, int, bytes] | None = None
         self.size = reserved
@@ -115,6 +125,7 @@ class Body:
         if self._file is not None:
             self._file.close()
             self._file = None
+            self._on_closed()
         self._data = b""
         self._ledger.release_bytes(self._reserved)
         self._reserved = 0
@@ -250,7 +261,9 @@ class _Intake:
             return Body(self._ledger, self._size, data=data)
         if self._pending:
             await self._write()
-        return Body(self._ledger, self._size, file=self._file)
+        on_spooled = self._limits.on_spooled
+        on_spooled()
+        return Body(self._ledger, self._size, file=self._file, on_closed=on_spooled)
 
     def abandon(self) -> None:
         self._ledger.release_bytes(self._size)

@@ -226,6 +226,24 @@ async def test_spool_files_have_no_name(tmp_path: Path) -> None:
     assert stub.bodies == [padded(5000)]
 
 
+@pytest.mark.parametrize(("size", "calls"), [(100, 0), (5000, 2)])
+async def test_who_gives_memory_back_hears_of_bodies_in_files(
+    size: int, calls: int, tmp_path: Path
+) -> None:
+    """Once when such a body is complete, and once when it was sent."""
+    heard: list[int] = []
+    limits = IntakeLimits(
+        spool_above_bytes=100,
+        spool_dir=str(tmp_path),
+        on_spooled=lambda: heard.append(stub.ledger.held_bytes),
+    )
+    async with stub_front(limits=limits) as (front, stub, _):
+        request = P + f"Content-Length: {size}\r\n\r\n".encode() + padded(size)
+        assert (await ask(front, request)).status == 200
+
+    assert len(heard) == calls and heard == [size, size][:calls]
+
+
 async def test_a_spool_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
     """503 and come back later, not a 500."""
     limits = IntakeLimits(spool_above_bytes=100, spool_dir=str(tmp_path / "missing"))
