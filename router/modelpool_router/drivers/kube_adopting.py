@@ -17,6 +17,8 @@ from .kube_record import emptied_record, landed_record
 from .kube_unloading import Unloading
 from .profiles import Readiness
 
+_LOST = "the Lease was lost while we looked"
+
 
 class Adopting(Unloading):
     """Finds out what is up."""
@@ -26,6 +28,7 @@ class Adopting(Unloading):
         self._begun = None
         self._lives.clear()
         found: dict[MemberName, tuple[Json, int]] = {}
+        parallels: dict[MemberName, int | None] = {}
         halves: list[KubeMember] = []
         record: SlotRecord | None = None
         purpose = object()
@@ -36,6 +39,12 @@ class Adopting(Unloading):
         def check() -> None:
             if self._is_closed:
                 raise DriverUnavailable("the driver is closed")
+
+        async def ask_parallels() -> None:
+            parallels.clear()
+            for name, (pod, port) in found.items():
+                member = self._members[name]
+                parallels[name] = await self._reported_parallel(member, address_of(pod), port)
 
         async def attempt() -> str | None:
             nonlocal record, deadline, keep, taking_down
@@ -48,7 +57,9 @@ class Adopting(Unloading):
                 if not self._invalid and record is None:
                     record = self._keeper.record or SlotRecord()
                 if self._invalid:
-                    return await self._adopt_untouched(found)
+                    await self._adopt_untouched(found)
+                    await ask_parallels()
+                    return None if self._keeper.is_held else _LOST
                 begun = await self._epoch_for(purpose, lambda before: before)
                 found.clear()
                 halves.clear()
@@ -61,7 +72,10 @@ class Adopting(Unloading):
                     elif state:
                         halves.append(member)
                 if found:
-                    return None
+                    await ask_parallels()
+                    # From here to the end nothing is awaited: whoever is told to step aside while
+                    # we look must not come back with what he saw before.
+                    return None if self._current() is begun else _LOST
                 assert record is not None
                 if halves and not taking_down:
                     keep = keep if keep in halves else self._to_keep(halves, record)
@@ -94,10 +108,6 @@ class Adopting(Unloading):
             await self._repeat(attempt_often, check=check, patient=True)
         except Forbidden as error:
             raise DriverUnavailable(str(error)) from error
-        parallels = {
-            name: await self._reported_parallel(self._members[name], address_of(pod), port)
-            for name, (pod, port) in found.items()
-        }
         record = record or self._keeper.record or SlotRecord()
         prefer = record.owner
         if record.phase is Phase.LOADING and record.target in found:
@@ -122,7 +132,7 @@ class Adopting(Unloading):
             if found and member.name not in found:
                 self._correct(member)
 
-    async def _adopt_untouched(self, found: dict[MemberName, tuple[Json, int]]) -> str | None:
+    async def _adopt_untouched(self, found: dict[MemberName, tuple[Json, int]]) -> None:
         """Find the resident of a pool whose members are not all in order: nothing is written."""
         found.clear()
         owner = self._keeper.record.owner if self._keeper.record else None
@@ -137,7 +147,6 @@ class Adopting(Unloading):
             keep = owner if owner in found else min(found)
             for name in [name for name in found if name != keep]:
                 del found[name]
-        return None
 
     async def _state_of(
         self, member: KubeMember, begun: EpochBegun
