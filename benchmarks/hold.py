@@ -4,9 +4,10 @@ How much memory a held request costs: 5,000 short ones, and 64 of 4 MB.
     python benchmarks/hold.py [--contenders nginx vllm-router modelpool] [--out result.jsonl]
 
 Held = the request was sent and the upstream is silent, so that every proxy can be measured the
-same way. Memory is resident memory from ready (after a warm-up, without connections) to the moment
-at which all are held; it leaves out buffers of the kernel. All must be answered in the end. One row
-more is ours alone: requests held inside of the router, for a member that is still loading.
+same way. Memory is resident memory from ready (after a warm-up, without connections) to the last
+look at which all are held and at rest; the highest on the way there stands beside it. Buffers of
+the kernel are left out. All must be answered in the end. One row more is ours alone: requests held
+inside of the router, for a member that is still loading.
 
 Each contender is started anew for each row, since a heap seldom shrinks.
 """
@@ -118,13 +119,15 @@ def main() -> None:
             except (NotInstalled, RuntimeError) as error:
                 print(f"skipped {name}: {error}", file=sys.stderr)
                 continue
-            growth = found["rss_held"] - found["rss_before"]
+            growth, peak = (found[key] - found["rss_before"] for key in ("rss_held", "rss_peak"))
             print(
                 f"{row.name:24} {name:16} {growth / MIB:8.1f} MiB"
-                f" {growth / KIB / row.connections:8.1f} KiB each, {found['errors']} errors"
+                f" {growth / KIB / row.connections:8.1f} KiB each, peak {peak / MIB:.1f} MiB,"
+                f" {found['errors']} errors"
             )
-            fields = {"round": 0, "shape": row.name, "contender": name, "figure": growth}
-            lines.append(json.dumps({**fields, "errors": found["errors"]}))
+            fields = {"round": 0, "contender": name, "errors": found["errors"]}
+            lines.append(json.dumps({**fields, "shape": row.name, "figure": growth}))
+            lines.append(json.dumps({**fields, "shape": f"{row.name}, peak", "figure": peak}))
     if options.out is not None:
         options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -431,7 +431,7 @@ static void turn(ns_t until) {
 /* --- the two kinds of run ---------------------------------------------------------------------- */
 
 static void run_hold(int port, double limit_s) {
-    long rss_before = rss_of_all(), rss_held = 0;
+    long rss_before = rss_of_all(), rss_held = 0, rss_peak = 0;
     ns_t begun = now_ns(), end = begun + limit_s * SECOND, sent_at = 0;
     for (int i = 0; i < conn_count; i++) {
         open_conn(&conns[i], i ? 0 : port);
@@ -440,15 +440,17 @@ static void run_hold(int port, double limit_s) {
     }
     while (outstanding && now_ns() < end) {
         turn(now_ns() + SECOND / 20);
-        if (all_sent < conn_count || answers + errors) continue;
-        if (!sent_at) sent_at = now_ns();
+        if (answers + errors) continue;
         long rss = rss_of_all();
-        if (rss > rss_held) rss_held = rss;
+        if (rss > rss_peak) rss_peak = rss;
+        if (all_sent < conn_count) continue;
+        if (!sent_at) sent_at = now_ns();
+        rss_held = rss; /* the last look counts: everybody is at rest by then */
     }
     printf("{\"held\": %d, \"answers\": %ld, \"errors\": %ld, \"rss_before\": %ld, "
-           "\"rss_held\": %ld, \"sent_s\": %.3f, \"took_s\": %.3f}\n",
+           "\"rss_held\": %ld, \"rss_peak\": %ld, \"sent_s\": %.3f, \"took_s\": %.3f}\n",
            conn_count, answers, errors + outstanding, rss_before, rss_held,
-           sent_at ? (sent_at - begun) / 1e9 : -1.0, (now_ns() - begun) / 1e9);
+           rss_peak, sent_at ? (sent_at - begun) / 1e9 : -1.0, (now_ns() - begun) / 1e9);
 }
 
 static void run_load(int port, double seconds, double warm_up, double ramp) {
