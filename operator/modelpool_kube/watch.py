@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from .backoff import Backoff
-from .errors import Forbidden, Gone, KubeError, NotServed, Unavailable
+from .errors import Gone, KubeError, Unavailable
 from .kinds import Json, Kind, meta, uid, version_of
 from .port import Change, ClusterPort, Listing, WatchEvent
 
@@ -36,8 +36,8 @@ STEADY_S = 30.0
 """A watch that lasted so long was a success."""
 FIRST_PAUSE_S = 0.5
 MOST_PAUSE_S = 30.0
-REFUSED_PAUSE_S = 30.0
-"""Pause while the kind or the permission is missing; a person has to do something first."""
+"""Also while the kind or the permission is missing: a person may have to do something first, but
+most often the operator writes it into a Role within the same second."""
 BELIEVED_AFTER = 5
 """Lists in a row that are behind until they are believed."""
 
@@ -125,8 +125,6 @@ class Reflector:
                     log.warning("watch of %s interrupted: %s", self.kind.plural, error)
                 self.trouble = error
                 wait_s = error.retry_after_s
-                if isinstance(error, NotServed | Forbidden):
-                    wait_s = REFUSED_PAUSE_S
             if loop.time() - began >= STEADY_S:
                 self._backoff.reset()
             await asyncio.sleep(self._backoff.next(wait_s))

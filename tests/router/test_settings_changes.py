@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelpool_router.settings import Changes, PoolChange, compare, from_mapping, parse
+from modelpool_router.settings import Changes, PoolChange, compare, from_mapping, kept, parse
 
 
 def member(name: str, **more: Any) -> dict[str, Any]:
@@ -110,3 +110,20 @@ def test_settings_that_need_a_restart_are_refused_with_place_and_way_out() -> No
         ),
     ]
     assert result.settings == ()
+
+
+def test_of_model_pools_only_their_namespace_needs_a_restart() -> None:
+    lab = {"poolsFrom": {"namespace": "lab", "names": ["gpu0"]}}
+    more = {"poolsFrom": {"namespace": "lab"}}
+    other = {"poolsFrom": {"namespace": "other"}}
+
+    for old, new in ((lab, more), (tree(member("a")), lab), (lab, tree(member("a")))):
+        found = changes(old, new)
+        assert "pools_from" in found.settings
+        assert found.refused == ()
+        assert kept(from_mapping(old), from_mapping(new)) == {}
+    refused = changes(lab, other)
+    assert [problem.field for problem in refused.refused] == ["poolsFrom"]
+    assert kept(from_mapping(lab), from_mapping(other)) == {
+        "pools_from": from_mapping(lab).pools_from
+    }

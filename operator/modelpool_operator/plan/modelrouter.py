@@ -4,7 +4,7 @@ ModelRouter: the router's Deployment and all it needs, and what is said about th
 The swap lock is inside the router, so exactly one runs as long as a pool is routed, and the
 Deployment is of the Recreate kind. Its configuration is a mounted file that the router reads
 again by itself; the Pod is replaced only for what a running process cannot take in: its image,
-its port, its resources, where it runs, which Secrets are mounted, and which pools it follows.
+its port, its resources, where it runs, and which Secrets are mounted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any
 
 from modelpool_api.meta import seconds, set_condition
-from modelpool_api.names import GROUP, ConditionType, Reason, lease_name
+from modelpool_api.names import ConditionType, Reason, lease_name
 from modelpool_api.v1alpha1.modelpool import ModelPool
 from modelpool_api.v1alpha1.modelrouter import (
     ModelRouter,
@@ -53,9 +53,6 @@ UPSTREAM_KEYS_DIR = "/etc/modelpool-upstreams"
 STATE_DIR = "/var/lib/modelpool"
 ADMIN_PORT = 9090
 USER = 65532
-POOLS_ANNOTATION = f"{GROUP}/pools"
-"""On the router's Pods: the pools they were started for. Which ones a router follows is decided
-when it starts; what is in them is followed hot."""
 GRACE_MARGIN_S = 15
 """From the end of the router's own shutdown to KILL."""
 
@@ -152,12 +149,13 @@ def rules(router: ModelRouter, pools: Iterable[ModelPool]) -> Iterable[Json]:
     Yield what the router may do: scale its members, named one by one, and read around them.
 
     Lists and watches of named objects are granted for requests that select one by
-    ``metadata.name``. Our own kinds are followed as a whole: they hold no secrets.
+    ``metadata.name``.
     """
     if not router.spec.pools:
         return
-    yield _rule("modelpool.dev", ["modelpools", "inferenceservices"], FOLLOW)
-    leases = [lease_name(each.name) for each in router.spec.pools]
+    names = [each.name for each in router.spec.pools]
+    yield _rule("modelpool.dev", ["modelpools"], FOLLOW, names)
+    leases = [lease_name(name) for name in names]
     yield _rule("coordination.k8s.io", ["leases"], ["get", "patch"], leases)
     targets: dict[Kind, set[str]] = {}
     for pool in pools:
@@ -248,17 +246,13 @@ def _upstream(upstream: RouterUpstream) -> Json:
 def _deployment(seen: ObservedRouter, owner: Owner) -> Json:
     selector = render.selector_labels(COMPONENT, owner.name)
     pod = _pod(seen, owner)
-    pools = ",".join(each.name for each in seen.router.spec.pools)
     content = {
         "spec": {
             "strategy": {"type": "Recreate"},  # two routers at once would be two swap locks
             "revisionHistoryLimit": 3,
             "selector": {"matchLabels": selector},
             "template": {
-                "metadata": {
-                    "labels": render.labels(COMPONENT, owner.name),
-                    "annotations": {POOLS_ANNOTATION: pools},
-                },
+                "metadata": {"labels": render.labels(COMPONENT, owner.name)},
                 "spec": pod,
             },
         }
@@ -266,9 +260,7 @@ def _deployment(seen: ObservedRouter, owner: Owner) -> Json:
     # What only a new process takes in. How long it may take to stop is in the Pod, but is no
     # reason to stop it.
     rolls = {key: value for key, value in pod.items() if key != "terminationGracePeriodSeconds"}
-    return render.child(
-        DEPLOYMENTS, owner, COMPONENT, content, digested={"pod": rolls, "pools": pools}
-    )
+    return render.child(DEPLOYMENTS, owner, COMPONENT, content, digested={"pod": rolls})
 
 
 def _pod(seen: ObservedRouter, owner: Owner) -> Json:

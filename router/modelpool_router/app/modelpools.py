@@ -5,7 +5,7 @@ Pools that are written as ModelPool objects: read, followed, and put beside thos
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import structlog
@@ -13,11 +13,13 @@ from pydantic import ValidationError
 
 from modelpool_api.v1alpha1.modelpool import ModelPool, PoolMember
 from modelpool_kube.errors import KubeError
-from modelpool_kube.kinds import INFERENCE_SERVICES, MODEL_POOLS, Json, is_going
+from modelpool_kube.kinds import INFERENCE_SERVICES, MODEL_POOLS, Json, Kind, is_going
 from modelpool_kube.port import ClusterPort
 from modelpool_kube.watch import Notice, Reflector
 
-from ..settings import Pool, PoolsFrom, Settings
+from ..drivers.base import DriverError
+from ..settings import ConfigError, Pool, PoolsFrom, Settings
+from ..web.auth import BadKeys
 
 log = structlog.get_logger("modelpool.modelpools")
 
@@ -27,8 +29,9 @@ KEYS = {
     "Deployment": "deployment",
     "StatefulSet": "statefulSet",
 }
-SETTLE_S = 0.2
-"""Several objects are often applied at once: put them in force at once, too."""
+SETTLE_S = 1.0
+"""Several objects are often applied at once: put them in force at once, too. The operator writes
+new members into our Role meanwhile."""
 FIRST_LOOK_S = 10.0
 AGAIN_S = 5.0
 
@@ -126,6 +129,9 @@ class ModelPools:
     """
     Follows the ModelPools that *chosen* names.
 
+    Those that are named are watched by their names, and so are the InferenceServices whose
+    profiles have to be known: a Role may allow no more than that.
+
     Attributes:
         pools: Those that can be served, by name.
     """
@@ -134,58 +140,97 @@ class ModelPools:
         self, port: ClusterPort, chosen: PoolsFrom, changed: Callable[[], Awaitable[None]]
     ) -> None:
         self.pools: dict[str, Pool] = {}
+        self._in_force: dict[str, Pool] = {}
         self._port = port
         self._chosen = chosen
         self._changed = changed
         self._dirty = asyncio.Event()
-        self._pools = self._reflector(MODEL_POOLS)
-        self._services = self._reflector(INFERENCE_SERVICES)
+        self._watches: dict[tuple[Kind, str], tuple[Reflector, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def _reflector(self, kind: Any) -> Reflector:
-        return Reflector(self._port, kind, self._chosen.namespace, notify=self._noticed)
 
     async def start(self) -> None:
         """Begin to follow; return when there was a first look, or after a while without one."""
-        loop = asyncio.get_running_loop()
-        for reflector in (self._pools, self._services):
-            self._tasks.add(loop.create_task(reflector.run(), name="watch of ModelPools"))
-        try:
-            async with asyncio.timeout(FIRST_LOOK_S):
-                await self._pools.synced.wait()
-                if any(self._needs_services(obj) for obj in self._pools.items.values()):
-                    await self._services.synced.wait()
-        except TimeoutError:
-            log.warning("ModelPools cannot be read yet", detail=str(self._pools.trouble or ""))
-        self._read()
-        self._dirty.clear()
-        self._tasks.add(loop.create_task(self._follow(), name="follow ModelPools"))
+        await self._look()
+        self._in_force = self.pools
+        self._following = self._own(self._follow(), "follow ModelPools")
+
+    async def choose(self, chosen: PoolsFrom) -> None:
+        """Follow those that *chosen* names, in the same namespace, from now on."""
+        if chosen != self._chosen:
+            self._chosen = chosen
+            await self._look()
 
     async def close(self) -> None:
         """Follow no more. Idempotent."""
+        self._watches.clear()
         tasks, self._tasks = self._tasks, set()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _needs_services(self, obj: Json) -> bool:
-        members = (obj.get("spec") or {}).get("members") or []
-        return any("inferenceServiceRef" in m and "profile" not in m for m in members)
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _look(self) -> None:
+        """Watch what is needed, and read what the watches show."""
+        try:
+            async with asyncio.timeout(FIRST_LOOK_S):
+                # Which InferenceServices are needed is known when the pools are.
+                for kind in (MODEL_POOLS, INFERENCE_SERVICES):
+                    self._watch_what_is_needed()
+                    for reflector in self._of(kind):
+                        await reflector.synced.wait()
+        except TimeoutError:
+            trouble = next((str(r.trouble) for r, _ in self._watches.values() if r.trouble), "")
+            log.warning("ModelPools cannot be read yet", detail=trouble)
+        self._read()
+
+    def _watch_what_is_needed(self) -> None:
+        names = set(self._chosen.names)
+        needed = {(MODEL_POOLS, name) for name in names or {""}}
+        services = {name for obj in self._objects() for name in _services_to_ask(obj)}
+        if services:
+            # Where all pools are followed, so are all InferenceServices: there may be many.
+            needed |= {(INFERENCE_SERVICES, name) for name in (services if names else {""})}
+        for key in self._watches.keys() - needed:
+            _, watching = self._watches.pop(key)
+            watching.cancel()
+        for kind, name in needed - self._watches.keys():
+            reflector = Reflector(
+                self._port,
+                kind,
+                self._chosen.namespace,
+                notify=self._noticed,
+                fields=f"metadata.name={name}" if name else "",
+            )
+            task = self._own(reflector.run(), f"watch {kind.plural} {name or '*'}")
+            self._watches[kind, name] = reflector, task
+
+    def _of(self, kind: Kind) -> list[Reflector]:
+        return [found for (each, _), (found, _) in self._watches.items() if each == kind]
+
+    def _objects(self) -> list[Json]:
+        """Return the ModelPools that were seen."""
+        return [obj for each in self._of(MODEL_POOLS) for obj in each.items.values()]
 
     def _noticed(self, notice: Notice) -> None:
         self._dirty.set()
 
-    def _read(self) -> bool:
-        """Read what the watches show; return whether the pools are others now."""
+    def _read(self) -> None:
+        self._dirty.clear()
         profiles = {
             name: str(obj["spec"]["profile"])
-            for (_, name), obj in self._services.items.items()
+            for each in self._of(INFERENCE_SERVICES)
+            for (_, name), obj in each.items.items()
             if (obj.get("spec") or {}).get("profile")
         }
         found: dict[str, Pool] = {}
-        for (_, name), obj in self._pools.items.items():
-            wanted = not self._chosen.names or name in self._chosen.names
-            if not wanted or is_going(obj):
+        for obj in self._objects():
+            name = str(obj["metadata"]["name"])
+            if is_going(obj):
                 continue
             try:
                 found[name] = pool_of(obj, profiles)
@@ -193,20 +238,28 @@ class ModelPools:
                 log.error("ModelPool cannot be served", pool=name, reason=str(error))
                 if name in self.pools:
                     found[name] = self.pools[name]  # as it was: a bad edit changes nothing
-        changed = found != self.pools
         self.pools = found
-        return changed
 
     async def _follow(self) -> None:
         while True:
             await self._dirty.wait()
             await asyncio.sleep(SETTLE_S)
             self._dirty.clear()
-            if not self._read():
+            await self._look()
+            wanted = self.pools
+            if wanted == self._in_force:
                 continue
             try:
                 await self._changed()
-            except (KubeError, OSError, ValueError) as error:
+                self._in_force = wanted
+            except (BadKeys, ConfigError, DriverError, KubeError, OSError, ValueError) as error:
                 log.error("ModelPools are not in force", reason=str(error))
                 await asyncio.sleep(AGAIN_S)
                 self._dirty.set()
+
+
+def _services_to_ask(obj: Json) -> list[str]:
+    """Return the InferenceServices that say which profile a member of *obj* has."""
+    members = (obj.get("spec") or {}).get("members") or []
+    refs = [m.get("inferenceServiceRef") for m in members if not m.get("profile")]
+    return [str(ref["name"]) for ref in refs if ref and "name" in ref]

@@ -31,7 +31,6 @@ from ..drivers.statedir import prepare
 from ..runtime.pools import Pools
 from ..runtime.record import RecordStore
 from ..settings import (
-    NEED_RESTART,
     Address,
     Changes,
     ConfigError,
@@ -40,6 +39,7 @@ from ..settings import (
     Settings,
     Source,
     compare,
+    kept,
     read_secret,
     verify,
 )
@@ -248,16 +248,25 @@ class Router:
         """Make ready for members in Kubernetes, if there are any, and read ModelPools."""
         chosen = settings.pools_from
         is_needed = chosen is not None or any(pool.is_in_kubernetes for pool in settings.pools)
-        if not is_needed or self._cluster is not None:
-            return
-        # Late: who has no members there needs none of it.
-        from .cluster import Cluster
-        from .modelpools import ModelPools
+        if is_needed and self._cluster is None:
+            # Late: who has no members there needs none of it.
+            from .cluster import Cluster
 
-        self._cluster = await Cluster.open(settings, self._environ)
-        if chosen is not None:
-            self._model_pools = ModelPools(self._cluster.port, chosen, self._follow_model_pools)
-            await self._model_pools.start()
+            self._cluster = await Cluster.open(settings, self._environ)
+        following = self._model_pools
+        if chosen is None:
+            self._model_pools = None
+            if following is not None:
+                await following.close()
+        elif following is not None:
+            await following.choose(chosen)
+        else:
+            from .modelpools import ModelPools
+
+            assert self._cluster is not None
+            made = ModelPools(self._cluster.port, chosen, self._follow_model_pools)
+            self._model_pools = made
+            await made.start()
 
     async def _leave_cluster(self) -> None:
         model_pools, self._model_pools = self._model_pools, None
@@ -304,26 +313,25 @@ class Router:
         if problems:
             raise ConfigError(problems)
         old = self.settings
-        kept = {name: getattr(old, name) for name in NEED_RESTART}
         source = new.source
         refused = compare(self._own_settings, new).refused
-        new = new.model_copy(update=kept)
+        new = new.model_copy(update=kept(old, new))
         new._source = source
-        own = new
+        own_before, own = self._own_settings, new
         await self._reach_cluster(new)
         new = self._with_model_pools(new)
         changes = replace(compare(old, new), refused=refused)
         # What can fail comes first, and is undone if it does.
-        self.settings = new
+        self.settings, self._own_settings = new, own
         started: list[PoolName] = []
         try:
             started = await self._pools.start_new(new.pool_specs())
             self._read_secrets(new)
         except BaseException:
-            self.settings = old
+            self.settings, self._own_settings = old, own_before
             await self._pools.drop(started)
+            await self._reach_cluster(own_before)
             raise
-        self._own_settings = own
         self._logs.set_level(new.log_level)
         self._client.limits = replace(self._client.limits, connect_timeout_s=new.connect_timeout_s)
         self._ledger.bounds = new.bounds()

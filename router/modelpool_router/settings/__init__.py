@@ -6,7 +6,7 @@ flags; `verify` looks at the machine (commands, folders, ports); `compare` tells
 changes.
 """
 
-from .changes import NEED_RESTART, Changes, PoolChange, compare
+from .changes import Changes, PoolChange, compare, kept
 from .loading import from_mapping, load, parse, reload
 from .machine import bind_error, find_program, read_secret, verify
 from .model import (
@@ -28,7 +28,6 @@ from .source import Source
 from .units import Address
 
 __all__ = [
-    "NEED_RESTART",
     "Address",
     "Changes",
     "ConfigError",
@@ -51,6 +50,7 @@ __all__ = [
     "compare",
     "find_program",
     "from_mapping",
+    "kept",
     "load",
     "parse",
     "read_secret",

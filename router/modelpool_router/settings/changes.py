@@ -18,10 +18,10 @@ NEED_RESTART = {
     "max_connections": "the listening socket was opened with the old number",
     "kubernetes": "connections to the API server are made",
     "lease_namespace": "the Leases that are held are in the old one",
-    "pools_from": "the ModelPools there are being followed",
+    "pools_from": "the ModelPools of another namespace are being followed",
     "log_format": "log lines are already being written in the old form",
 }
-"""Attributes that a running router cannot change, and why."""
+"""Attributes that a running router cannot change, and why. Of `pools_from` only the namespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,19 @@ class Changes:
 _NOTHING = Changes((), (), (), (), (), (), (), ())
 
 
+def kept(old: Settings, new: Settings) -> dict[str, object]:
+    """Return what stays as it is in *old*, by attribute, when *new* is put in force."""
+    return {name: getattr(old, name) for name in NEED_RESTART if _is_refused(name, old, new)}
+
+
+def _is_refused(attribute: str, old: Settings, new: Settings) -> bool:
+    """Return whether a running router cannot change *attribute* from *old* to *new*."""
+    if attribute == "pools_from":
+        before, after = old.pools_from, new.pools_from
+        return before is not None and after is not None and before.namespace != after.namespace
+    return attribute in NEED_RESTART and getattr(old, attribute) != getattr(new, attribute)
+
+
 def compare(old: Settings, new: Settings) -> Changes:
     """Return what differs from *old* to *new*; names are in the order of *new*."""
     old_pools = {pool.name: pool for pool in old.pools}
@@ -79,8 +92,8 @@ def compare(old: Settings, new: Settings) -> Changes:
         _pool_change(old_pools[name], pool) for name, pool in new_pools.items() if name in old_pools
     )
     return Changes(
-        settings=tuple(each for each in differing if each not in NEED_RESTART),
-        refused=tuple(_refusal(each, new) for each in differing if each in NEED_RESTART),
+        settings=tuple(each for each in differing if not _is_refused(each, old, new)),
+        refused=tuple(_refusal(each, new) for each in differing if _is_refused(each, old, new)),
         pools_added=tuple(name for name in new_pools if name not in old_pools),
         pools_removed=tuple(name for name in old_pools if name not in new_pools),
         pools_changed=tuple(change for change in changed if change is not None),

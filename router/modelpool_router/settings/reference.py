@@ -82,9 +82,9 @@ pools:
 - **Secrets** never stand in the file: `{{file: PATH}}` or `{{env: NAME}}` says where they are read.
   `{PREFIX}KEYS` and `{PREFIX}ADMIN_TOKEN` may hold the secret itself.
 - **Reload.** When the file changes, and on SIGHUP, it is read again. A file with an error changes
-  nothing; `listen`, `admin`, `stateDir`, `maxConnections`, `kubernetes`, `leaseNamespace`,
-  `poolsFrom` and `logFormat` need a restart. Members that are not touched go on as they are; a
-  changed command counts from the next load.
+  nothing; `listen`, `admin`, `stateDir`, `maxConnections`, `kubernetes`, `leaseNamespace`, the
+  namespace of `poolsFrom` and `logFormat` need a restart. Members that are not touched go on as
+  they are; a changed command counts from the next load.
 """
 
 _TITLES = {

@@ -138,6 +138,7 @@ async def test_given_the_role_then_it_names_members_and_leases_and_nothing_more(
         if "resourceNames" in rule
     ]
     assert named == [
+        (["modelpools"], ["list", "watch"], ["gpu0"]),
         (["leases"], ["get", "patch"], ["modelpool-gpu0"]),
         (["inferenceservices"], [*read, "patch"], ["judge"]),
         (["deployments"], [*read, "patch"], ["coder"]),
@@ -226,6 +227,7 @@ async def test_given_pools_that_do_not_exist_then_they_are_named_and_the_router_
         {"holdKeepalive": "comment"},
         {"shutdownTimeout": "5m"},
         {"service": {"type": "NodePort"}},
+        {"pools": [{"name": "gpu0"}, {"name": "gpu1"}]},
     ],
 )
 async def test_given_a_change_of_configuration_then_no_pod_is_replaced(
@@ -245,6 +247,8 @@ async def test_given_a_change_of_configuration_then_no_pod_is_replaced(
     for key in ("maxHeld", "holdKeepalive", "shutdownTimeout"):
         if key in change:
             assert config(world)[key] == change[key]
+    if "pools" in change:
+        assert config(world)["poolsFrom"]["names"] == ["gpu0", "gpu1"]
     if "service" in change:
         assert world.cluster.must(SERVICES, NS, "front")["spec"]["type"] == "NodePort"
 
@@ -255,7 +259,6 @@ async def test_given_a_change_of_configuration_then_no_pod_is_replaced(
         {"image": "modelpool:other"},
         {"port": 9000},
         {"resources": {"limits": {"memory": "2Gi"}}},
-        {"pools": [{"name": "gpu0"}, {"name": "gpu1"}]},
     ],
 )
 async def test_given_what_no_running_process_takes_in_then_it_is_replaced_and_never_two_run(

@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 
 from memcluster import MemCluster
-from modelpool_kube.kinds import INFERENCE_SERVICES, MODEL_POOLS
+from modelpool_kube.kinds import INFERENCE_SERVICES, MODEL_POOLS, Kind
+from modelpool_kube.port import Listing
+from modelpool_router.app import modelpools
 from modelpool_router.app.cluster import kube_members
 from modelpool_router.app.modelpools import BadModelPool, ModelPools, beside, pool_of
 from modelpool_router.core.spec import MemberName
 from modelpool_router.settings import PoolsFrom, from_mapping
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait as little as may be for what else is applied."""
+    monkeypatch.setattr(modelpools, "SETTLE_S", 0.05)
 
 
 def model_pool(name: str = "gpu0", **spec: Any) -> dict[str, Any]:
@@ -128,4 +136,85 @@ async def test_only_those_that_were_named_are_served() -> None:
     await pools.start()
 
     assert set(pools.pools) == {"gpu1"}
+    await pools.close()
+
+
+async def test_others_can_be_chosen_while_they_are_followed() -> None:
+    cluster = MemCluster(clock=asyncio.get_running_loop().time)
+    for name in ("gpu0", "gpu1"):
+        cluster.put(MODEL_POOLS, "lab", model_pool(name))
+    changes = asyncio.Queue[set[str]]()
+
+    async def changed() -> None:
+        changes.put_nowait(set(pools.pools))
+
+    chosen = PoolsFrom(namespace="lab", names=("gpu1",))
+    pools = ModelPools(cluster.port("router"), chosen, changed)
+    await pools.start()
+
+    await pools.choose(PoolsFrom(namespace="lab", names=("gpu0", "gpu2")))
+    assert set(pools.pools) == {"gpu0"}
+
+    async with asyncio.timeout(10):
+        cluster.put(MODEL_POOLS, "lab", model_pool("gpu2"))
+        while await changes.get() != {"gpu0", "gpu2"}:
+            pass
+    cluster.edit(MODEL_POOLS, "lab", "gpu1", {"spec": {"swapBudget": "9s"}})
+    cluster.remove(MODEL_POOLS, "lab", "gpu0")
+    async with asyncio.timeout(10):
+        assert await changes.get() == {"gpu2"}
+
+    await pools.close()
+
+
+async def test_named_ones_are_watched_by_name_and_so_are_their_services() -> None:
+    """A Role of a router names them, and the server allows no wider look."""
+    cluster = MemCluster(clock=asyncio.get_running_loop().time)
+    cluster.put(MODEL_POOLS, "lab", model_pool("gpu0"))
+    service = {"metadata": {"name": "large"}, "spec": {"profile": "vllm"}}
+    cluster.put(INFERENCE_SERVICES, "lab", service)
+    port = cluster.port("router")
+    asked: list[tuple[Kind, str]] = []
+    wide = port.list
+
+    async def listed(kind: Kind, namespace: str | None, **more: Any) -> Listing:
+        asked.append((kind, more["fields"]))
+        return await wide(kind, namespace, **more)
+
+    port.list = listed  # type: ignore[method-assign]
+
+    async def changed() -> None: ...
+
+    pools = ModelPools(port, PoolsFrom(namespace="lab", names=("gpu0",)), changed)
+    await pools.start()
+
+    assert kube_members(pools.pools["gpu0"])[MemberName("big")].profile.name == "vllm"
+    assert set(asked) == {
+        (MODEL_POOLS, "metadata.name=gpu0"),
+        (INFERENCE_SERVICES, "metadata.name=large"),
+    }
+    await pools.close()
+
+
+async def test_what_could_not_be_put_in_force_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(modelpools, "AGAIN_S", 0.0)
+    cluster = MemCluster(clock=asyncio.get_running_loop().time)
+    tries = asyncio.Queue[set[str]]()
+    failures = [OSError("the disk is full")]
+
+    async def changed() -> None:
+        tries.put_nowait(set(pools.pools))
+        if failures:
+            raise failures.pop()
+
+    pools = ModelPools(cluster.port("router"), PoolsFrom(namespace="lab"), changed)
+    await pools.start()
+    cluster.put(MODEL_POOLS, "lab", model_pool())
+
+    async with asyncio.timeout(60):
+        assert await tries.get() == {"gpu0"}
+        assert await tries.get() == {"gpu0"}
+
     await pools.close()
