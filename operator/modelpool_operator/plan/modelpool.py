@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from modelpool_api.names import FINALIZER, POOL_LABEL, lease_name
 from modelpool_api.v1alpha1.modelpool import ModelPoolStatus
 from modelpool_kube.kinds import LEASES, MODEL_POOLS, Json, is_controlled_by
-from modelpool_kube.record import SlotId
+from modelpool_kube.record import Phase, SlotId
 from modelpool_kube.slotrules import unmark_patch
 
 from . import render
@@ -50,9 +50,16 @@ def plan(seen: ObservedPool) -> Plan:
     return Plan(
         actions=() if step.action is None else (step.action,),
         status=status.wire(),
-        events=tuple(happened(before, status, seen.default)),
+        events=tuple(happened(before, status, seen.default, is_emptied=_is_emptied(seen))),
         requeue_after=requeue,
     )
+
+
+def _is_emptied(seen: ObservedPool) -> bool:
+    record = None if seen.frozen is not None else seen.record
+    if record is None:
+        return False
+    return record.released or record.phase in (Phase.UNLOADING, Phase.RELEASED)
 
 
 def lease(seen: ObservedPool) -> Json:

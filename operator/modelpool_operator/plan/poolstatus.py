@@ -292,9 +292,21 @@ def forbidden_status(pool: ModelPool, message: str, now: datetime) -> ModelPoolS
 
 
 def happened(
-    before: ModelPoolStatus, after: ModelPoolStatus, default: str | None
+    before: ModelPoolStatus,
+    after: ModelPoolStatus,
+    default: str | None,
+    *,
+    is_emptied: bool = False,
 ) -> list[Happened]:
-    """Return what is to be told when *before* becomes *after*."""
+    """
+    Return what is to be told when *before* becomes *after*.
+
+    Args:
+        before: Status that was written last.
+        after: Status that is written now.
+        default: Name of the default.
+        is_emptied: Whether whoever moves the slot empties it on purpose.
+    """
     told = []
     old, new = before.resident_member, after.resident_member
     pending = after.pending_member
@@ -307,7 +319,7 @@ def happened(
         if new != default and was != new:
             reason = EventReason.SWAP_COMPLETED
         told.append(Happened(reason, f"{new} holds the slot"))
-    if old is not None and new is None and pending is None:
+    if old is not None and new is None and pending is None and not is_emptied:
         told.append(Happened(EventReason.RESIDENT_LOST, f"{old} does not serve any more", True))
     for kind, good, warns in (
         (ConditionType.MEMBERS_VALID, "True", True),

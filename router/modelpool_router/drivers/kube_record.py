@@ -11,6 +11,10 @@ from ..core.spec import MemberName
 from ..core.view import PoolView, SlotState
 
 
+_EMPTY = (Phase.COLD, Phase.RELEASED, Phase.UNLOADING)
+"""Phases that an empty slot may have been left in."""
+
+
 def landed_record(member: MemberName) -> Callable[[SlotRecord], SlotRecord]:
     def make(record: SlotRecord) -> SlotRecord:
         return replace(
@@ -37,9 +41,19 @@ def followed_record(record: SlotRecord, view: PoolView) -> SlotRecord:
         is_draining = view.admission == "closed" or bool(view.deferred_reason)
         phase = Phase.DRAINING if is_draining else Phase.RESIDENT
         target = str(view.target) if is_draining and view.target is not None else None
-        reason = view.deferred_reason or (view.closing_reason if is_draining else "")
+        reason = view.deferred_reason or _busy(view)
+        if not reason and is_draining:
+            reason = view.closing_reason
         made = replace(made, phase=phase, target=target, reason=reason)
-    elif record.phase in (Phase.COLD, Phase.RELEASED) and view.state is SlotState.COLD:
+    elif record.phase in _EMPTY and view.state is SlotState.COLD:
         phase = Phase.RELEASED if view.released else Phase.COLD
-        made = replace(made, phase=phase, released=view.released)
+        made = replace(made, owner=None, target=None, phase=phase, released=view.released)
     return made
+
+
+def _busy(view: PoolView) -> str:
+    """Return that somebody waits for the answers of the resident to end, if so."""
+    others = (each for each in view.members if each.name != view.resident)
+    if not view.in_flight or not any(each.wanted for each in others):
+        return ""
+    return f"PodsBusy: {view.resident} works on requests, and another member is wanted"

@@ -43,7 +43,8 @@ class Unloading(Loading):
         is_asked = False
 
         def announce(record: SlotRecord) -> SlotRecord:
-            return replace(record, owner=str(member), target=None, phase=Phase.UNLOADING)
+            target = self._wanted_after(member)
+            return replace(record, owner=str(member), target=target, phase=Phase.UNLOADING)
 
         def check() -> None:
             if not self._is_adopted:
@@ -73,9 +74,19 @@ class Unloading(Loading):
             raise DriverUnavailable(str(error)) from error
         if life is None or self._lives.get(member) is life:
             self._lives.pop(member, None)
-        if is_asked:
+        if is_asked and self._wanted_after(member) is None:
             await self._note(lambda record: emptied_record(record, member))
         await self._let_go(member)
+
+    def _wanted_after(self, member: MemberName) -> str | None:
+        """
+        Return who is to come after *member*, as it looks now.
+
+        It may be somebody else in the end; the record names it for who finds the swap half done.
+        """
+        seen = self._view()
+        wanted = None if seen is None else seen.target
+        return None if wanted is None or wanted == member else str(wanted)
 
     async def _let_go(self, member: MemberName) -> None:
         """Take our mark from a member that was removed, now that it is gone."""

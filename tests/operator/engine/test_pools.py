@@ -844,6 +844,24 @@ async def test_given_a_drain_for_the_resident_itself_then_nothing_is_pending(
     assert world.status()["phase"] == "Ready"
 
 
+@pytest.mark.parametrize(("phase", "told"), [("unloading", False), ("resident", True)])
+async def test_given_a_resident_that_goes_then_it_is_lost_unless_its_router_empties_the_slot(
+    world: OperatorWorld, phase: str, told: bool
+) -> None:
+    await pair(world, up="judge")
+    record = {"format": 1, "epoch": 9, "phase": "resident", "owner": "judge"}
+    world.hold("gpu0", "router-0", record)
+    await world.run(10)
+    assert world.status()["residentMember"] == "judge"
+
+    world.hold("gpu0", "router-0", {**record, "phase": phase})
+    scale(world, "judge", 0)
+    await world.run(10)
+
+    assert "residentMember" not in world.status()
+    assert ("ResidentLost" in world.events()) is told
+
+
 async def test_given_an_operator_that_died_after_its_announcement_then_the_target_stays(
     world: OperatorWorld,
 ) -> None:

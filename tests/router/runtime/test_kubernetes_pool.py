@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kubeworld import KubeWorld, Watchman
-from memcluster import MemPort
+from memcluster import MemPort, Write
 from modelpool_kube.record import Phase
 from modelpool_router.core.commands import RefusalCode
 from modelpool_router.core.spec import HoldLedger, MemberName, MemberSpec, PoolName, PoolSpec
@@ -101,15 +101,30 @@ async def test_the_record_says_what_is_going_on() -> None:
         loop = asyncio.get_running_loop()
         using = loop.create_task(router.use(ALPHA, 200.0))
         await asyncio.sleep(1)
+        said: list[tuple[str, str | None]] = []
+
+        def look(write: Write) -> None:
+            found = (str(world.record().phase), world.record().target)
+            if said[-1:] != [found]:
+                said.append(found)
+
+        world.cluster.after_write.append(look)
         waiting = loop.create_task(router.use(BETA))
         await until(lambda: world.record().phase is Phase.DRAINING)
 
         record = world.record()
         assert (record.owner, record.target, record.held) == ("alpha", "beta", 1)
+        assert record.reason.startswith("PodsBusy: alpha works on requests")
         assert await using == "ok"
         assert await waiting == "ok"
         await until(lambda: world.record().held == 0)
         assert (world.record().owner, world.record().phase) == ("beta", Phase.RESIDENT)
+        # Who comes is named without a gap, so that nobody takes the swap for a loss.
+        assert said == [
+            ("resident", None),
+            *((phase, "beta") for phase in ("draining", "unloading", "loading")),
+            ("resident", None),
+        ]
 
 
 async def test_who_comes_while_the_lease_is_not_ours_yet_is_held() -> None:
