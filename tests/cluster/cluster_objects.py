@@ -55,6 +55,11 @@ def deployment(namespace: str, name: str, *containers: Object, **spec: Any) -> O
     }
 
 
+def member_of(pod: Object) -> str:
+    """Return the name of the member that *pod* belongs to; empty when it is none of ours."""
+    return str((pod["metadata"].get("labels") or {}).get("app", ""))
+
+
 def grouped(one: Object, *, group: str, queue: str, total: int) -> Object:
     """The Pod *one* as a member of a Kueue Pod group of *total* Pods."""
     meta = one["metadata"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from cluster_kubectl import Object
+from cluster_kubectl import Kubectl, Object
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +26,18 @@ def base() -> Iterator[Object]:
             for each in yaml.safe_load_all((ROOT / "manifests" / folder / name).read_text()):
                 if each["kind"] != "Deployment":
                     yield each
+
+
+def install(kubectl: Kubectl) -> None:
+    """Put the shipped objects into the cluster; what is there already is brought up to date."""
+    objects = list(base())
+    first = [each for each in objects if each["kind"] in ("CustomResourceDefinition", "Namespace")]
+    kubectl.apply(*first)
+    for each in first:
+        if each["kind"] == "CustomResourceDefinition":
+            name = f"crd/{each['metadata']['name']}"
+            kubectl("wait", "--for=condition=Established", name, "--timeout=60s")
+    kubectl.apply(*[each for each in objects if each not in first])
 
 
 class Operator:
@@ -45,6 +57,15 @@ class Operator:
                 stderr=sink,
                 env={**os.environ, "PYTHONPATH": str(ROOT / "operator")},
             )
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal and wait for nothing."""
+        self._process.send_signal(number)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """End it; return its exit code."""

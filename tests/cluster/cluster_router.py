@@ -91,7 +91,7 @@ class RouterProcess(Front):
         self._file = folder / "pool.yaml"
         self._cluster = cluster
         self._holder = holder
-        settings = {
+        self._settings = {
             "listen": "127.0.0.1:0",
             "admin": "127.0.0.1:0",
             "stateDir": str(folder / "state"),
@@ -101,8 +101,15 @@ class RouterProcess(Front):
             "kubernetes": {"kubeconfig": str(cluster.kubeconfig)},
             **config,
         }
-        self._file.write_text(json.dumps(settings))  # JSON is YAML
         self._process: subprocess.Popen[bytes] | None = None
+        self.configure()
+
+    def configure(self, **config: Any) -> None:
+        """Write its file, with *config* in place of what was there; one that runs reads it."""
+        self._settings |= config
+        fresh = self._file.with_suffix(".new")
+        fresh.write_text(json.dumps(self._settings))  # JSON is YAML
+        fresh.replace(self._file)
 
     def start(self) -> None:
         """Start it and wait until it listens."""
@@ -129,6 +136,11 @@ class RouterProcess(Front):
         """Return its log lines about *event*."""
         lines = [line for line in self.log.read_text().splitlines() if line.startswith("{")]
         return [line for line in map(json.loads, lines) if line.get("event") == event]
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal and wait for nothing."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """End it; return its exit code."""

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import harness
+from cluster_ground import Ground
 from cluster_kubectl import until
-from cluster_operator import Operator, base
+from cluster_operator import Operator, install
 from cluster_roles import OPERATOR, router_account
 
 
@@ -85,14 +86,7 @@ def namespace(cluster: harness.Cluster) -> Iterator[str]:
 @pytest.fixture
 def shipped(own: harness.OwnCluster) -> harness.OwnCluster:
     """A cluster with the shipped objects in it."""
-    objects = list(base())
-    first = [each for each in objects if each["kind"] in ("CustomResourceDefinition", "Namespace")]
-    own.kubectl.apply(*first)
-    for each in first:
-        if each["kind"] == "CustomResourceDefinition":
-            name = f"crd/{each['metadata']['name']}"
-            own.kubectl("wait", "--for=condition=Established", name, "--timeout=60s")
-    own.kubectl.apply(*[each for each in objects if each not in first])
+    install(own.kubectl)
     return own
 
 
@@ -104,7 +98,7 @@ def start(shipped: harness.OwnCluster, tmp_path: Path) -> Iterator[Callable[[str
 
         def started(name: str) -> Operator:
             operator = Operator(account, tmp_path / f"{name}.log", name)
-            stack.callback(lambda: operator._process.poll() is None and operator.stop())
+            stack.callback(lambda: operator.is_running and operator.stop())
             return operator
 
         yield started
@@ -119,3 +113,9 @@ def account_of_router(cluster: harness.Cluster) -> Callable[..., Path]:
     ModelRouter made has its account already: `cluster.service_account(namespace, its name)`.
     """
     return partial(router_account, cluster)
+
+
+@pytest.fixture
+def ground(shipped: harness.OwnCluster, namespace: str) -> Ground:
+    """A namespace for pools, in a cluster with the shipped objects."""
+    return Ground(shipped, namespace)
