@@ -59,6 +59,29 @@ async def test_a_second_signal_hurries(tmp_path: Path) -> None:
         assert time.monotonic() - began < 5.0
 
 
+@pytest.mark.parametrize("stage", ["answering", "taking down"])
+async def test_a_second_signal_hurries_members_as_well(tmp_path: Path, stage: str) -> None:
+    """One that takes minutes to leave is killed; nothing is left, and a third signal is nothing."""
+    keys = {"stopGrace": "10m", "killGrace": "10m"}
+    stubborn = member("alpha", ignore_term="inf", keys=keys)
+    settings = {"shutdownDelay": "30s" if stage == "answering" else "0s"}
+    async with served(tmp_path, pool(stubborn), **settings) as router:
+        await router.answered("alpha")
+        router.signal(signal.SIGTERM)
+        if stage == "answering":
+            await router.wait_for_log("stopping")
+        else:
+            await router.members.wait_for("term", "alpha")
+        began = time.monotonic()
+        for _ in range(2):
+            router.signal(signal.SIGTERM)
+        assert await router.ended() == 0
+        assert time.monotonic() - began < 10.0
+        assert len(router.members.events("term", "alpha")) == 1
+        assert router.log_lines("stopped")
+        await router.until_lock_is_free()
+
+
 async def test_what_outlasts_the_limit_is_told_so(tmp_path: Path) -> None:
     settings = {"shutdownTimeout": "600ms"}
     async with served(tmp_path, pool(member("alpha"), member("beta")), **settings) as router:

@@ -105,9 +105,9 @@ class SocketDriver(FakeDriver):
         await super().deactivate(member)
         await self._end(member)
 
-    async def close(self, *, stop_members: bool) -> None:
+    async def close(self, *, stop_members: bool, hurry: asyncio.Event | None = None) -> None:
         """Close everything."""
-        await super().close(stop_members=stop_members)
+        await super().close(stop_members=stop_members, hurry=hurry)
         for member in list(self.lives):
             await self._end(member)
 

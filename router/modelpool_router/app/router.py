@@ -194,7 +194,11 @@ class Router:
 
     async def stop(self, hurry: asyncio.Event | None = None) -> None:
         """
-        Go down gracefully: see the head of the module. Setting *hurry* skips what is waited for.
+        Go down gracefully: see the head of the module.
+
+        Args:
+            hurry: Once set, nothing is waited for any more: running answers end with an error, and
+                members are taken down by their short way.
         """
         hurry = hurry if hurry is not None else asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -216,7 +220,7 @@ class Router:
         try:
             if self._model_pools is not None:
                 await self._model_pools.close()
-            await self._pools.stop(stop_members=True)
+            await self._pools.stop(stop_members=True, hurry=hurry)
         finally:
             await self._leave_cluster()
             self._hub.close()

@@ -7,6 +7,7 @@ test (``tests/router/drivers/test_contract.py``) runs against every driver, the 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -131,9 +132,12 @@ class MemberDriver(Protocol):
         """Last sign of life of a loading member for people (a log line), or an empty string."""
         ...
 
-    async def close(self, *, stop_members: bool) -> None:
+    async def close(self, *, stop_members: bool, hurry: asyncio.Event | None = None) -> None:
         """
         End all watching; take members down first if *stop_members*. Idempotent.
+
+        Once *hurry* is set, before or meanwhile, members get seconds for an end of their own, not
+        what their profile allows; they are proven gone all the same.
 
         Where members are objects of a platform and outlive routers, they are left as they are.
         """

@@ -203,7 +203,7 @@ class KubernetesDriver(Adopting):
         pods = headline(self._watch.pods_of(life.spec)) if life.is_scaled else ""
         return f"loading: {pods or life.waits_for or 'the cluster was asked for it'}"
 
-    async def close(self, *, stop_members: bool) -> None:
+    async def close(self, *, stop_members: bool, hurry: asyncio.Event | None = None) -> None:
         """Give the Lease back and end all watching; members stay. See `MemberDriver.close`."""
         if not self._is_closed and self._is_retired:
             with suppress(KubeError, LeaseLost, Frozen, DriverUnavailable):

@@ -99,6 +99,7 @@ class ProcessDriver:
         self._prober = Prober()
         self._settler: Settler | None = None
         self._has_swept = False
+        self._hurry = asyncio.Event()
         self.update(members, settle=settle)
 
     def update(
@@ -182,13 +183,15 @@ class ProcessDriver:
         lines = life.log.last_lines(1) if life is not None else []
         return lines[-1] if lines else ""
 
-    async def close(self, *, stop_members: bool) -> None:
+    async def close(self, *, stop_members: bool, hurry: asyncio.Event | None = None) -> None:
         """
         See `MemberDriver.close`. Members left running are taken down by the next router.
 
         Raises:
             DriverUnavailable: a member could not be proven gone; all the rest is closed.
         """
+        if hurry is not None:
+            self._hurry = hurry
         problems: list[str] = []
         try:
             for member in list(self._lives) if stop_members else ():
@@ -378,7 +381,7 @@ class ProcessDriver:
                 "stopping what an earlier router left running",
                 extra={"pool": self._pool, "member": member, "pids": pids},
             )
-        await takedown.take_down(target, self._table, self._limits)
+        await takedown.take_down(target, self._table, self._limits, self._hurry)
         if life is not None:
             life.log.close()
             del self._lives[member]

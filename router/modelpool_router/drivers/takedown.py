@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .base import DriverUnavailable
-from .child import Child, run_command
+from .child import Child, CommandResult, run_command
 from .probe import port_refuses
 from .procfs import Proc, ProcessTable
 from .profiles import StopStep
@@ -34,6 +34,11 @@ class Limits:
     """From KILL to the proof; a process that hangs in a device driver outlives it."""
     gone_s: float = 30.0
     """For goneCommand to succeed and the port to refuse, once all processes are gone."""
+    hurried_grace_s: float = 1.0
+    """Before the KILL when there is a hurry, whatever the profile allows."""
+    hurried_command_s: float = 5.0
+    """For stopCommand, and for goneCommand to succeed, when there is a hurry: nothing else can stop
+    a container."""
 
 
 ORPHAN_STEPS = (StopStep(signal.SIGTERM, 2.0), StopStep(signal.SIGTERM, 2.0))
@@ -74,14 +79,19 @@ async def find(table: ProcessTable, slot: str, sessions: Mapping[int, int]) -> l
         raise DriverUnavailable(f"the process table cannot be read: {error!r}") from error
 
 
-async def take_down(target: Target, table: ProcessTable, limits: Limits) -> None:
+async def take_down(
+    target: Target, table: ProcessTable, limits: Limits, hurry: asyncio.Event | None = None
+) -> None:
     """
     Stop everything of *target* and return when it is proven gone.
+
+    Args:
+        hurry: Shortens every wait once it is set, those that have begun as well.
 
     Raises:
         DriverUnavailable: something is left; its message says what. Call again.
     """
-    await _Takedown(target, table, limits).run()
+    await _Takedown(target, table, limits, hurry or asyncio.Event()).run()
 
 
 async def has_left(target: Target, limits: Limits) -> bool:
@@ -94,22 +104,39 @@ async def has_left(target: Target, limits: Limits) -> bool:
     return result.succeeded
 
 
+class _Patience:
+    """A time limit that shrinks when a hurry begins, also while it is waited for."""
+
+    def __init__(self, seconds: float, hurry: asyncio.Event, hurried_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ends_at = self._loop.time() + seconds
+        self._hurry = hurry
+        self._hurried_s = hurried_s
+        self._is_short = False
+
+    def left(self) -> float:
+        """Seconds that are left, not above 0 when it is over. To be asked often."""
+        now = self._loop.time()
+        if not self._is_short and self._hurry.is_set():
+            self._is_short = True
+            self._ends_at = min(self._ends_at, now + self._hurried_s)
+        return self._ends_at - now
+
+
 class _Takedown:
-    def __init__(self, target: Target, table: ProcessTable, limits: Limits) -> None:
+    def __init__(
+        self, target: Target, table: ProcessTable, limits: Limits, hurry: asyncio.Event
+    ) -> None:
         self._target = target
         self._table = table
         self._limits = limits
+        self._hurry = hurry
         self._remarks: list[str] = []
 
     async def run(self) -> None:
         target = self._target
         if target.stop_command is not None:
-            result = await run_command(
-                target.stop_command,
-                env=target.env,
-                cwd=target.cwd,
-                timeout_s=self._limits.command_s,
-            )
+            result = await self._command(target.stop_command)
             if not result.succeeded:
                 self._remarks.append(f"stopCommand: {result}")
             # The command stops what our child merely watches; let the child see the end itself.
@@ -119,6 +146,8 @@ class _Takedown:
             self._signal(await self._left(), step.signal)
             if await self._none_left_within(step.grace_s):
                 return await self._prove()
+            if self._hurry.is_set():
+                break
         await self._kill()
         return await self._prove()
 
@@ -142,8 +171,7 @@ class _Takedown:
 
     async def _none_left_within(self, seconds: float) -> bool:
         """Wait until no process is left, at most *seconds*; looks at least once."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
+        patience = _Patience(seconds, self._hurry, self._limits.hurried_grace_s)
         pause = _FIRST_LOOK_S
         child = self._target.child
         while True:
@@ -154,7 +182,7 @@ class _Takedown:
                 await asyncio.sleep(_FIRST_LOOK_S)
                 if not await self._left():
                     return True
-            left = deadline - loop.time()
+            left = patience.left()
             if left <= 0:
                 return False
             wait = min(pause, left)
@@ -193,14 +221,14 @@ class _Takedown:
 
     async def _prove(self) -> None:
         """Wait for the port to refuse and for goneCommand to agree."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._limits.gone_s
+        limits = self._limits
+        patience = _Patience(limits.gone_s, self._hurry, limits.hurried_command_s)
         pause = _FIRST_LOOK_S
         while True:
             doubt = await self._doubt()
             if doubt is None:
                 return
-            left = deadline - loop.time()
+            left = patience.left()
             if left <= 0:
                 raise DriverUnavailable("; ".join((doubt, *self._remarks)))
             await asyncio.sleep(min(pause, left))
@@ -213,6 +241,24 @@ class _Takedown:
                 f"port {target.port} of member {target.member!r} is still open although none of "
                 "its processes is left; find out who listens there"
             )
-        if not await has_left(target, self._limits):
-            return f"goneCommand of member {target.member!r} does not succeed"
+        if target.gone_command is not None:
+            result = await self._command(target.gone_command)
+            if not result.succeeded:
+                return f"goneCommand of member {target.member!r} does not succeed ({result})"
         return None
+
+    async def _command(self, command: tuple[str, ...]) -> CommandResult:
+        """Run a command of the member's."""
+        limits, target = self._limits, self._target
+        patience = _Patience(limits.command_s, self._hurry, limits.hurried_command_s)
+        running = asyncio.get_running_loop().create_task(
+            run_command(command, env=target.env, cwd=target.cwd, timeout_s=limits.command_s)
+        )
+        try:
+            while not running.done() and (left := patience.left()) > 0:
+                await asyncio.wait({running}, timeout=min(left, _LAST_LOOK_S))
+            return running.result() if running.done() else CommandResult(None, "")
+        finally:
+            if not running.done():
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)

@@ -211,13 +211,18 @@ class PoolRuntime:
         self._tasks.start(self._observe(), "observe")
         self._tasks.start(self._watch_health(), "health")
 
-    async def stop(self, *, stop_members: bool) -> None:
-        """End every task; take members down if *stop_members*. Leases must be over."""
+    async def stop(self, *, stop_members: bool, hurry: asyncio.Event | None = None) -> None:
+        """
+        End every task; take members down if *stop_members*. Leases must be over.
+
+        Args:
+            hurry: See `MemberDriver.close`.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         await self._tasks.cancel()
-        await self.driver.close(stop_members=stop_members)
+        await self.driver.close(stop_members=stop_members, hurry=hurry)
 
     def stand(self, standing: SlotStanding) -> None:
         """Take in whether the slot may be moved; for drivers that can lose the right to."""

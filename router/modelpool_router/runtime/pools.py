@@ -155,14 +155,20 @@ class Pools:
         for pool in self._pools.values():
             pool.tell(Stopping())
 
-    async def stop(self, *, stop_members: bool) -> None:
-        """End all pools at once; take their members down if *stop_members*."""
+    async def stop(self, *, stop_members: bool, hurry: asyncio.Event | None = None) -> None:
+        """
+        End all pools at once; take their members down if *stop_members*.
+
+        Args:
+            hurry: See `MemberDriver.close`.
+        """
         await self._tasks.cancel()
         for name, text in self._unwritten.items():
             self._store.write(name, text)
         pools = list(self._pools.values())
         results = await asyncio.gather(
-            *(pool.stop(stop_members=stop_members) for pool in pools), return_exceptions=True
+            *(pool.stop(stop_members=stop_members, hurry=hurry) for pool in pools),
+            return_exceptions=True,
         )
         self._pools.clear()
         for result in results:

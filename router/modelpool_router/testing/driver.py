@@ -167,7 +167,7 @@ class FakeDriver:
         """See `MemberDriver.progress`."""
         return self.behaviours[member].progress if member in self._lives else ""
 
-    async def close(self, *, stop_members: bool) -> None:
+    async def close(self, *, stop_members: bool, hurry: asyncio.Event | None = None) -> None:
         """See `MemberDriver.close`."""
         self.is_closed = True
         for member in sorted(self._lives) if stop_members else ():

@@ -31,6 +31,7 @@ from modelpool_router.drivers.process import (
 )
 from modelpool_router.drivers.procfs import Proc, ProcessTable, PsTable
 from modelpool_router.drivers.profiles import Profile, ProfileOverrides, StopStep, profile
+from modelpool_router.drivers.statedir import lock_pool
 
 ALPHA, BETA = MemberName("alpha"), MemberName("beta")
 QUICK = profile("llama-server", ProfileOverrides(stop_grace_s=1.0, kill_grace_s=0.2))
@@ -439,6 +440,56 @@ async def test_g3_a_member_that_ignores_term_is_killed(bench: Bench) -> None:
     assert len(bench.log.events("term", "alpha")) == 2
     assert bench.log.events("stopped", "alpha") == []
     bench.assert_never_two()
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_in_a_hurry_a_member_that_ignores_term_is_killed_soon(
+    bench: Bench, when: str
+) -> None:
+    patient = profile("llama-server", ProfileOverrides(stop_grace_s=300.0, kill_grace_s=300.0))
+    bench.add(ALPHA, "--ignore-term", "inf", "--grandchild", known=patient)
+    await bench.driver.activate(ALPHA)
+    hurry = asyncio.Event()
+    if when == "before":
+        hurry.set()
+    closing = asyncio.get_running_loop().create_task(
+        bench.driver.close(stop_members=True, hurry=hurry)
+    )
+
+    await bench.log.wait_for("term", "alpha")
+    hurry.set()
+    async with asyncio.timeout(20.0):
+        await closing
+
+    assert len(bench.log.events("term", "alpha")) == 1
+    assert carrying(bench.state_id) == []
+    lock_pool(bench.folder / "state", "gpu0").release()
+
+
+async def test_in_a_hurry_commands_that_hang_are_given_up_and_the_rest_is_done(
+    bench: Bench,
+) -> None:
+    stop = bench.folder / "stop began"
+    hangs = ("sh", "-c", f"touch '{stop}'; exec sleep 1000")
+    gone = ("sh", "-c", f"test ! -e '{stop}' || exec sleep 1000")
+    bench.add(ALPHA, stop_command=hangs, gone_command=gone)
+    bench.driver._limits = Limits(
+        command_s=300.0, gone_s=300.0, hurried_grace_s=0.1, hurried_command_s=0.1
+    )
+    await bench.driver.activate(ALPHA)
+    hurry = asyncio.Event()
+    closing = asyncio.get_running_loop().create_task(
+        bench.driver.close(stop_members=True, hurry=hurry)
+    )
+
+    await until(stop.exists, "the stop command runs")
+    hurry.set()
+    with pytest.raises(DriverUnavailable, match="goneCommand"):
+        async with asyncio.timeout(20.0):
+            await closing
+
+    assert carrying(bench.state_id) == []
+    lock_pool(bench.folder / "state", "gpu0").release()
 
 
 @pytest.mark.parametrize("flags", [(), ("--grandchild",)], ids=["alone", "with a grandchild"])

@@ -30,9 +30,9 @@ class LockedDriver(FakeDriver):
         self._pool, self._locks = pool, locks
         locks.add(pool)
 
-    async def close(self, *, stop_members: bool) -> None:
+    async def close(self, *, stop_members: bool, hurry: asyncio.Event | None = None) -> None:
         await asyncio.sleep(5.0)
-        await super().close(stop_members=stop_members)
+        await super().close(stop_members=stop_members, hurry=hurry)
         self._locks.discard(self._pool)
 
 
