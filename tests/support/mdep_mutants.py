@@ -118,8 +118,8 @@ MUTANTS = (
         "R27",
         "another one under the name means gone",
         ENGINE,
-        "if uid(now) == its:",
-        "if uid(now):",
+        "if any(uid(each) == its for each in found.items):",
+        "if found.items:",
     ),
     Mutant(
         "R28",

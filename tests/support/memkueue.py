@@ -292,7 +292,8 @@ class Kueue(Stepper):
                 wanted > free.get(name, wanted) for name, wanted in usage(workload).items()
             ):
                 if condition(workload, "QuotaReserved") is None:
-                    self._conditions(workload, QuotaReserved=("False", "Pending"))
+                    why = f"couldn't assign flavors: insufficient unused quota in {queue}"
+                    self._conditions(workload, QuotaReserved=("False", "Pending", why))
                     return True
                 continue
             assignments = [
@@ -390,7 +391,10 @@ class Kueue(Stepper):
 
     def _give_back(self, workload: Json) -> None:
         meta, inactive = workload["metadata"], workload["spec"].get("active") is False
-        conditions = {"QuotaReserved": ("False", "Pending"), "Admitted": ("False", "NoReservation")}
+        conditions: dict[str, tuple[str, ...]] = {
+            "QuotaReserved": ("False", "Pending"),
+            "Admitted": ("False", "NoReservation"),
+        }
         if not inactive:
             conditions |= {"Requeued": ("True", "Preempted"), "Evicted": ("False", "Requeued")}
         self._conditions(workload, None, **conditions)
@@ -419,14 +423,14 @@ class Kueue(Stepper):
         self,
         workload: Json,
         admission: Json | None | type[Kueue] = None,
-        **conditions: tuple[str, str],
+        **conditions: tuple[str, ...],
     ) -> None:
         meta = workload["metadata"]
         old = (workload.get("status") or {}).get("conditions") or []
         kept = [each for each in old if each["type"] not in conditions]
         new = [
-            {"type": kind, "status": status, "reason": reason}
-            for kind, (status, reason) in conditions.items()
+            {"type": kind, **dict(zip(("status", "reason", "message"), said, strict=False))}
+            for kind, said in conditions.items()
         ]
         status: Json = {"conditions": [*kept, *new]}
         if admission is not None or "QuotaReserved" in conditions:

@@ -53,7 +53,8 @@ async def test_a_replacement_that_waits_is_told_with_what_it_waits_for() -> None
     assert "ModelDeployment team-a/chat: Degraded; server 1/2" in text
     assert "server/1: WaitingForAdmission for" in text and "because it is outdated" in text
     assert "2 of 2 new members, a Workload" in text
-    assert f"waits: Workload {lab.group(1)} is not admitted yet" in text
+    why = "couldn't assign flavors: insufficient unused quota in queue-a"
+    assert f"waits: Workload {lab.group(1)} is not admitted yet: {why}" in text
     assert "QuotaReserved: Pending" in text
 
 

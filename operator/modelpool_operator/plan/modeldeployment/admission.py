@@ -47,8 +47,10 @@ def why_not_admitted(
     if condition_status(workload.status, kueue.EVICTED) == "True":
         return f"Workload {workload.name} is evicted"
     if not workload.is_admitted:
-        reserved = " (its quota is reserved)" if workload.has_quota else ""
-        return f"Workload {workload.name} is not admitted yet{reserved}"
+        if workload.has_quota:
+            return f"Workload {workload.name} is not admitted yet (its quota is reserved)"
+        why = workload.why_pending
+        return f"Workload {workload.name} is not admitted yet" + (f": {why}" if why else "")
     if not workload.status.get("admission"):
         return f"Workload {workload.name} is admitted to nothing"
     missing = [member.name for member in members if member.uid not in workload.owners]

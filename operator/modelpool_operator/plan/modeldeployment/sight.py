@@ -158,6 +158,14 @@ class Workload:
         return self.is_admitted and not self.is_going and not is_evicted
 
     @property
+    def why_pending(self) -> str:
+        """What Kueue says of the quota that it has not reserved; empty when it says nothing."""
+        for each in self.status.get("conditions") or []:
+            if each.get("type") == kueue.QUOTA_RESERVED and each.get("status") == "False":
+                return str(each.get("message") or "")
+        return ""
+
+    @property
     def pod_sets(self) -> tuple[Json, ...]:
         """Its PodSets."""
         return tuple((self.raw.get("spec") or {}).get("podSets") or ())

@@ -238,7 +238,8 @@ def _quota(plans: Sequence[RolePlan], workloads: Sequence[Workload]) -> _Said:
         elif condition_status(found.status, kueue.PREEMPTED) == "True" and not found.is_admitted:
             preempted.append(each.place.label)
         elif not found.has_quota:
-            pending.append(f"{each.place.label}{_why_pending(found)}")
+            why = found.why_pending
+            pending.append(f"{each.place.label} ({why})" if why else each.place.label)
     if preempted:
         return kind, False, Reason.PREEMPTED_IN_PART, _named(preempted)
     if pending:
@@ -247,13 +248,6 @@ def _quota(plans: Sequence[RolePlan], workloads: Sequence[Workload]) -> _Said:
         text = f"Kueue has made no Workload yet of {_named(in_flight)}"
         return kind, Status.UNKNOWN, Reason.ADMISSION_IN_FLIGHT, text
     return kind, True, Reason.RESERVED, ""
-
-
-def _why_pending(workload: Workload) -> str:
-    for each in workload.status.get("conditions") or []:
-        if each.get("type") == kueue.QUOTA_RESERVED and each.get("message"):
-            return f" ({each['message']})"
-    return ""
 
 
 def _kinds(roles: Sequence[RoleStatus]) -> _Said:
