@@ -6,7 +6,8 @@ ARGS   ?=
 N      ?= 100000
 BENCH_OUT ?= benchmarks/.build/result.jsonl
 # The slowest tests, in a tier of their own so that `make test` stays below five minutes.
-CRASHES := tests/operator/engine/test_crashes.py tests/operator/modeldeployment/test_crashes.py
+CRASHES := tests/operator/engine/test_crashes.py tests/operator/modeldeployment/test_crashes.py \
+	tests/router/drivers/test_kubernetes_crashes.py
 
 .DEFAULT_GOAL := help
 
@@ -38,7 +39,7 @@ test: $(VENV)/.made-test ## Unit, property, simulation and socket tests (below f
 	$(BIN)/python -m pytest -n auto --dist loadfile $(CRASHES:%=--ignore=%) $(ARGS)
 
 .PHONY: test-crashes
-test-crashes: $(VENV)/.made-test ## Kill the operator around every request of its stories (some minutes)
+test-crashes: $(VENV)/.made-test ## Kill operator and router around the requests of their stories (some minutes)
 	$(BIN)/python -m pytest -n auto $(CRASHES) $(ARGS)
 
 .PHONY: check

@@ -7,16 +7,14 @@ All on a cluster in memory, in virtual time; every write of a router is held aga
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
 from functools import cached_property
 
 import pytest
 
-from crashpoints import Scenario, kill_everywhere, lose_everywhere
 from kubeworld import LEASE, NAMESPACE, KubeWorld, Watchman
-from memcluster import Killed, MemPort, Mode, Request, Trail
+from memcluster import Trail
 from memcontrollers import OUT_OF_SERVICE, node, pod_spec
 from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
 from modelpool_kube import errors
@@ -820,83 +818,3 @@ async def test_a_pool_that_is_removed_moves_no_replica_and_leaves_no_mark(bench:
     for name in ("alpha", "beta"):
         obj = bench.world.cluster.must(DEPLOYMENTS, NAMESPACE, name)
         assert annotation(obj, SLOT_ANNOTATION) is None
-
-
-# Crash points
-
-
-class Crashed:
-    """A world that is watched, for scenarios."""
-
-    def __init__(self) -> None:
-        self.world = KubeWorld(step_s=0.05)
-        self.watchman = Watchman(self.world)
-
-
-async def swapped(crashed: Crashed, port: MemPort) -> None:
-    """Do as a router does: look, swap to alpha, swap to beta."""
-    await brought_to_beta(crashed, port, ALPHA, BETA)
-
-
-async def repaired(crashed: Crashed, port: MemPort) -> None:
-    """Do as the next router does whose clients want beta."""
-    await brought_to_beta(crashed, port, BETA)
-
-
-async def brought_to_beta(crashed: Crashed, port: MemPort, *targets: MemberName) -> None:
-    """Run a router over *port* until the last of *targets* is up, or until it is killed."""
-    port.name = f"router-{port.name}"
-    driver = crashed.world.driver(port.name, port=port, limits=LIMITS)
-    loop = asyncio.get_running_loop()
-    work = loop.create_task(brought_up(driver, *targets))
-    try:
-        async with asyncio.timeout(600):
-            while not work.done() and not port.dead:
-                await asyncio.wait({work}, timeout=0.5)
-    finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        await driver.close(stop_members=False)
-        await crashed.world.rested()
-    if port.dead:
-        raise Killed(port.name)
-    work.result()
-
-
-async def brought_up(driver: KubernetesDriver, *targets: MemberName) -> None:
-    """Bring one of *targets* after the other up, as a scheduler does: others only when idle."""
-    for target in targets:
-        while True:
-            with contextlib.suppress(DriverUnavailable):
-                for other in await driver.observe():
-                    if other != target:
-                        while await driver.idle(other) is not Idleness.IDLE:
-                            await asyncio.sleep(1)
-                        await driver.deactivate(other)
-                await driver.activate(target)
-                break
-            await asyncio.sleep(1)
-
-
-def beta_alone(crashed: Crashed) -> None:
-    """Beta is up and nothing else, and nobody broke a rule on the way."""
-    crashed.world.stop()
-    assert crashed.world.up() == {"beta"}
-    assert crashed.watchman.verdicts == []
-    assert crashed.watchman.most_up <= 1
-
-
-CRASHES = Scenario(Crashed, lambda crashed: crashed.world.cluster, swapped, repaired, beta_alone)
-
-
-def telling(request: Request, mode: Mode) -> bool:
-    """Pick every write, and reads here and there: to be killed before or after one is the same."""
-    return request.is_write or (mode is Mode.AFTER and request.number % 5 == 0)
-
-
-async def test_killed_around_every_write_of_a_swap_the_next_router_repairs_it() -> None:
-    assert len(await kill_everywhere(CRASHES, only=telling)) > 60
-
-
-async def test_every_lost_answer_of_a_swap_is_survived() -> None:
-    assert len(await lose_everywhere(CRASHES)) > 20
