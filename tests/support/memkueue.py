@@ -86,6 +86,18 @@ def pod_sets_of(pods: list[Json]) -> list[Json]:
     ]
 
 
+def _keeps_what_is_reserved(workload: Json, before: Json | None) -> Json:
+    """Refuse other PodSets or another queue while quota is reserved."""
+    if before is None or not all(
+        condition(each, "QuotaReserved") == "True" for each in (before, workload)
+    ):
+        return workload
+    for field in ("podSets", "queueName"):
+        if (workload.get("spec") or {}).get(field) != (before.get("spec") or {}).get(field):
+            raise errors.Invalid(f"spec.{field} is immutable while quota is reserved", code=422)
+    return workload
+
+
 class Stepper:
     """Something that moves by itself, at most one write at a step."""
 
@@ -141,6 +153,7 @@ class Kueue(Stepper):
         self.events: list[tuple[str, str]] = []
         """Warnings: reason and group."""
         cluster.admit[PODS] = self._webhook
+        cluster.admit[WORKLOADS] = _keeps_what_is_reserved
 
     # The webhook
 

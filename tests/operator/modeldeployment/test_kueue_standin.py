@@ -336,3 +336,84 @@ def test_a_gated_member_without_a_workload_goes_at_the_next_attempt_to_compose()
     ground.kueue.run()
 
     assert ground.cluster.names(PODS, NS) == []
+
+
+@pytest.mark.parametrize("has_node", [True, False])
+def test_a_member_that_is_going_counts_as_long_as_it_has_a_node(has_node: bool) -> None:
+    ground = Ground()
+    ground.pod("p0", total=2)
+    if has_node:
+        ground.cluster.set_unchecked(PODS, NS, "p0", {"spec": {"nodeName": "n"}})
+    ground.cluster.remove(PODS, NS, "p0")
+    assert going(ground.read("p0"))
+
+    ground.pod("p1", total=2)
+    ground.kueue.run()
+
+    assert (ground.workload() is not None) == has_node
+
+
+def test_pod_sets_are_sorted_and_made_from_the_first_member_of_each_role() -> None:
+    ground = Ground()
+    ground.pod("p0", total=3, role="z", terminationGracePeriodSeconds=1)
+    ground.pod("p1", total=3, role="a", terminationGracePeriodSeconds=2)
+    ground.pod("p2", total=3, role="z", terminationGracePeriodSeconds=3)
+
+    ground.kueue.run()
+
+    sets = ground.must()["spec"]["podSets"]
+    assert [(each["name"], each["count"]) for each in sets] == [("a", 1), ("z", 2)]
+    graces = [each["template"]["spec"]["terminationGracePeriodSeconds"] for each in sets]
+    assert graces == [2, 1]
+
+
+def test_a_group_of_too_many_roles_composes_nothing() -> None:
+    ground = Ground(cards=99)
+    for number in range(19):
+        ground.pod(f"p{number}", total=19, role=f"r{number}")
+
+    ground.kueue.run()
+
+    assert ground.workload() is None
+
+
+@pytest.mark.parametrize("spec", [{"podSets": []}, {"queueName": "other"}])
+def test_what_is_reserved_is_not_changed(spec: Json) -> None:
+    ground = Ground()
+    ground.pod("p0")
+    ground.kueue.run()
+    assert condition(ground.must(), "QuotaReserved") == "True"
+
+    with pytest.raises(errors.Invalid, match="immutable while quota is reserved"):
+        ground.cluster.edit(WORKLOADS, NS, "g", {"spec": spec})
+
+
+def test_a_group_that_serves_does_not_finish_and_keeps_its_queue() -> None:
+    ground = Ground()
+    ground.kueue.may_admit = True
+    ground.pod("p0")
+    ground.run()
+
+    ground.cluster.edit_status(PODS, NS, "p0", {"phase": "Succeeded"})
+    ground.cluster.edit(PODS, NS, "p0", {"metadata": {"labels": {QUEUE: "other"}}})
+    ground.run()
+
+    assert condition(ground.must(), "Finished") is None
+    assert condition(ground.must(), "Admitted") == "True"
+    assert ground.must()["spec"]["queueName"] == "q"
+    assert ground.read("p0")["metadata"]["finalizers"] == [MANAGED]
+
+
+def test_deactivation_takes_the_members_and_is_not_queued_again() -> None:
+    ground = Ground()
+    ground.kueue.may_admit = True
+    ground.pod("p0")
+    ground.run()
+
+    ground.cluster.edit(WORKLOADS, NS, "g", {"spec": {"active": False}})
+    ground.run()
+
+    assert going(ground.read("p0"))
+    assert condition(ground.must(), "Admitted") == "False"
+    assert condition(ground.must(), "Requeued") is None
+    assert "requeueState" not in ground.must()["status"]
