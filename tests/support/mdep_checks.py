@@ -121,6 +121,8 @@ class Checks:
             record = json.loads(text)
         except ValueError:
             return {}
+        if not isinstance(record, dict):
+            return {}
         return {key: value for key, value in record.items() if not key.startswith("/")}
 
     def counts(self) -> dict[str, int]:

@@ -29,8 +29,16 @@ from mdep_checks import ordinal_of, role_of  # noqa: E402 - the path is made abo
 from mdep_lab import NAMESPACE, Lab, role  # noqa: E402
 from memcluster import Killed, MemPort, Mode  # noqa: E402
 from memkueue import condition, going  # noqa: E402
+from modelpool_api.names import REPLACEMENTS_ANNOTATION  # noqa: E402
 from modelpool_kube import errors  # noqa: E402
-from modelpool_kube.kinds import INSTANCE_TYPES, PODS, WORKLOADS, Json  # noqa: E402
+from modelpool_kube.kinds import (  # noqa: E402
+    INSTANCE_TYPES,
+    MODEL_DEPLOYMENTS,
+    PODS,
+    WORKLOADS,
+    Json,
+)
+from modelpool_operator.plan.modeldeployment.slot import UnreadableRecord, decode  # noqa: E402
 
 NAMES = ("prefill", "decode")
 KINDS = {"prefill": "Prefill", "decode": "Decode"}
@@ -170,6 +178,17 @@ class Life:
             body = {"metadata": {"name": name}, "spec": {"podSets": []}}
             self.lab.cluster.put(WORKLOADS, NAMESPACE, body, actor="stranger")
 
+    def _tamper(self) -> None:
+        """Somebody writes rubbish into the record, or takes it away as its message advises."""
+        self._write_record(self.rng.choice((None, None, "rubbish", "[]", '{"/format":9}')))
+
+    def _write_record(self, text: str | None) -> None:
+        note: Json = {"metadata": {"annotations": {REPLACEMENTS_ANNOTATION: text}}}
+        self.lab.cluster.edit(MODEL_DEPLOYMENTS, NAMESPACE, "chat", note, actor="user")
+
+    def _reorder(self) -> None:
+        self.lab.patch(roles=self.lab.deployment["spec"]["roles"][::-1])
+
     def _native(self) -> None:
         for each in self.lab.cluster.all(WORKLOADS, NAMESPACE):
             meta = each["metadata"]
@@ -201,6 +220,10 @@ class Life:
         lab.port._faults.clear()
         lab.restart()
         self._native()
+        try:
+            decode(lab.record, NAMES)
+        except UnreadableRecord:
+            self._write_record(None)
         lab.edit_type("b", queueName="queue-b")
         lab.patch(suspend=False)
         lab.kueue.may_admit = True
@@ -234,6 +257,8 @@ _WEIGHTS = {
     "quota": 4,
     "foreign": 0.5,
     "native": 1,
+    "tamper": 0.5,
+    "reorder": 0.5,
     "lose": 2,
     "refuse": 2,
     "misread": 1,
