@@ -7,6 +7,8 @@ the order in which the proof that a member is gone wants it: objects, ReplicaSet
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from modelpool_api.names import SLOT_ANNOTATION, lease_name
 from modelpool_api.v1alpha1.inferenceservice import InferenceService
 from modelpool_api.v1alpha1.modelpool import ModelPool
@@ -32,6 +34,7 @@ from modelpool_kube.kinds import (
 from modelpool_kube.lease import view
 from modelpool_kube.port import ClusterPort
 from modelpool_kube.record import Frozen, SlotId, decode, read_mark
+from modelpool_kube.slotrules import Member
 
 from ..plan import inferenceservice, render
 from ..plan.inferenceservice import ObservedService
@@ -178,8 +181,14 @@ class Observer:
             now=self._port.wall(),
             default_image=default_image,
             pools=tuple(pools),
+            former=await self._former(namespace, pools),
             children=tuple(children),
         )
+
+    async def _former(self, namespace: str, pools: Iterable[ModelPool]) -> tuple[Member, ...]:
+        objects = {kind: await self.all(kind, namespace) for kind in MEMBER_ORDER}
+        around = Namespace(objects, (), ())
+        return tuple(each.member for pool in pools for each in around.observed(pool)[1])
 
 
 def _lease(obj: Json, holder: str, free_for_s: float | None) -> LeaseSeen:

@@ -148,10 +148,7 @@ def woken(kind: Kind, notice: Notice, items: Items) -> Iterator[tuple[Kind, Key]
         for each in (obj, notice.before or {}):
             for name in _listed(each, "inferenceServiceRef"):
                 yield INFERENCE_SERVICES, (namespace, name)
-        for where, router in items(MODEL_ROUTERS).items():
-            names = {each.get("name") for each in (router.get("spec") or {}).get("pools") or []}
-            if where[0] == namespace and key[1] in names:
-                yield MODEL_ROUTERS, where
+        yield from _routers_of(key, items(MODEL_ROUTERS))
         return
     if kind == MODEL_ROUTERS:
         yield kind, key
@@ -181,6 +178,12 @@ def woken(kind: Kind, notice: Notice, items: Items) -> Iterator[tuple[Kind, Key]
     if owner is not None and owner.get("kind") in _OWNERS:
         yield _OWNERS[owner["kind"]], (namespace, str(owner.get("name")))
     yield from ((MODEL_POOLS, each) for each in _pools_of(kind, obj, items(MODEL_POOLS)))
+    # A router may scale whatever carries the mark of its pool.
+    before, after = _marked(notice.before), _marked(obj)
+    if before != after:
+        for pool in (before, after):
+            if pool is not None:
+                yield from _routers_of(pool, items(MODEL_ROUTERS))
 
 
 _OWNERS = {each.kind: each for each in (INFERENCE_SERVICES, MODEL_ROUTERS)}
@@ -203,10 +206,24 @@ def _pools_of(kind: Kind, obj: Json, pools: Mapping[Key, Json]) -> Iterable[Key]
         for where, pool in pools.items()
         if where[0] == namespace and any(name in _listed(pool, ref) for ref in refs)
     }
-    mark = read_mark(annotation(obj, SLOT_ANNOTATION))
-    if mark is not None and mark.slot.lease.startswith(PREFIX):
-        found.add((mark.slot.namespace, mark.slot.lease.removeprefix(PREFIX)))
+    if (marked := _marked(obj)) is not None:
+        found.add(marked)
     return sorted(found)
+
+
+def _marked(obj: Json | None) -> Key | None:
+    """Return the pool whose mark *obj* carries."""
+    mark = None if obj is None else read_mark(annotation(obj, SLOT_ANNOTATION))
+    if mark is None or not mark.slot.lease.startswith(PREFIX):
+        return None
+    return mark.slot.namespace, mark.slot.lease.removeprefix(PREFIX)
+
+
+def _routers_of(pool: Key, routers: Mapping[Key, Json]) -> Iterator[tuple[Kind, Key]]:
+    for where, router in routers.items():
+        names = {each.get("name") for each in (router.get("spec") or {}).get("pools") or []}
+        if where[0] == pool[0] and pool[1] in names:
+            yield MODEL_ROUTERS, where
 
 
 def _listed(pool: Json, ref: str) -> set[str]:

@@ -40,6 +40,7 @@ from modelpool_kube.kinds import (
     Kind,
     is_going,
 )
+from modelpool_kube.slotrules import Member
 
 from . import render
 from .inferenceservice import resources
@@ -74,6 +75,8 @@ class ObservedRouter:
     """Those of its pools that exist."""
     children: tuple[tuple[Kind, Json | None], ...]
     """What exists under its name, for each of `CHILDREN`."""
+    former: tuple[Member, ...] = ()
+    """Objects that still carry the mark of one of its pools and that the pool does not list."""
 
     def child(self, kind: Kind) -> Json | None:
         """Return what exists of *kind*."""
@@ -141,13 +144,18 @@ def _service_account(seen: ObservedRouter, owner: Owner) -> Json:
 
 
 def _role(seen: ObservedRouter, owner: Owner) -> Json:
-    return render.child(ROLES, owner, COMPONENT, {"rules": list(rules(seen.router, seen.pools))})
+    return render.child(
+        ROLES, owner, COMPONENT, {"rules": list(rules(seen.router, seen.pools, seen.former))}
+    )
 
 
-def rules(router: ModelRouter, pools: Iterable[ModelPool]) -> Iterable[Json]:
+def rules(
+    router: ModelRouter, pools: Iterable[ModelPool], former: Iterable[Member] = ()
+) -> Iterable[Json]:
     """
     Yield what the router may do: scale its members, named one by one, and read around them.
 
+    A *former* member is one until the router has drained it and let go of it.
     Lists and watches of named objects are granted for requests that select one by
     ``metadata.name``.
     """
@@ -162,6 +170,8 @@ def rules(router: ModelRouter, pools: Iterable[ModelPool]) -> Iterable[Json]:
         for member in pool.spec.members:
             if member.kind:
                 targets.setdefault(MEMBER_KINDS[member.kind], set()).add(member.target)
+    for each in former:
+        targets.setdefault(each.kind, set()).add(each.target)
     for kind in MEMBER_KINDS.values():
         if kind in targets:
             names = sorted(targets[kind])

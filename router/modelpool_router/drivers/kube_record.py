@@ -10,7 +10,6 @@ from modelpool_kube.record import Phase, SlotRecord
 from ..core.spec import MemberName
 from ..core.view import PoolView, SlotState
 
-
 _EMPTY = (Phase.COLD, Phase.RELEASED, Phase.UNLOADING)
 """Phases that an empty slot may have been left in."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from memcontrollers import is_ready
+from modelpool_api.names import SLOT_ANNOTATION
 from modelpool_kube.kinds import (
     CONFIGMAPS,
     DEPLOYMENTS,
@@ -168,6 +169,33 @@ async def test_given_a_member_is_added_then_the_role_follows_and_nothing_rolls(
 
     assert rules(world)["deployments"][1] == ["coder", "judge"]
     assert world.cluster.names(PODS, NS) == pods
+
+
+async def test_given_a_former_member_then_it_is_in_the_role_until_it_is_let_go_of(
+    world: OperatorWorld,
+) -> None:
+    """Else its router could neither drain it nor take the mark off it."""
+    for name in ("coder", "judge"):
+        world.member(name)
+        mark = {"metadata": {"annotations": {SLOT_ANNOTATION: f"{NS}/modelpool-gpu0:3"}}}
+        world.cluster.edit(DEPLOYMENTS, NS, name, mark)
+    world.pool("gpu0", "coder", "judge")
+    router(world, pools=[{"name": "gpu0"}])
+    world.start()
+    await world.run(until=phase(world, "Ready"))
+    world.hold("gpu0", "front-0")
+
+    listed = [{"deploymentRef": {"name": "coder"}}]
+    world.cluster.edit(MODEL_POOLS, NS, "gpu0", {"spec": {"members": listed}})
+    for _ in range(6):
+        world.hold("gpu0", "front-0")
+        await world.run(5)
+    assert rules(world)["deployments"][1] == ["coder", "judge"]
+
+    gone = {"metadata": {"annotations": {SLOT_ANNOTATION: None}}}
+    world.cluster.edit(DEPLOYMENTS, NS, "judge", gone)
+    await world.run(5)
+    assert rules(world)["deployments"][1] == ["coder"]
 
 
 async def test_given_no_pool_then_no_right_is_given_and_replicas_count(
