@@ -232,6 +232,19 @@ async def test_v17_a_member_is_not_wider_than_its_cards(edit: Json, is_accepted:
     assert lab.condition("Accepted")[0] == str(is_accepted)
 
 
+async def test_v17_a_rank_of_its_own_in_every_member_is_judged_anew() -> None:
+    lab = Lab(role(size=2, extraArgs=["-tp", "2"]))
+    await lab.settle()
+    kept = lab.uids()
+    assert lab.condition("Accepted")[0] == "True"
+
+    lab.edit(extraArgs=["-tp", "2", "--data-parallel-external-lb"])
+    await lab.look()
+
+    assert "needs 2 cards and has accelerator 1" in lab.condition("Accepted")[2]
+    assert lab.uids() == kept and lab.record is None
+
+
 async def test_an_edit_is_accepted_again_once_it_is_right() -> None:
     lab = Lab()
     await lab.settle()

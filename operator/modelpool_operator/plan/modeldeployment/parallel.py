@@ -46,7 +46,8 @@ class Degrees:
         return world if self.is_whole else -(-world // size)
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor} x pipeline {self.pipeline}"
+        where = " in every member" if self.is_whole else ""
+        return f"tensor {self.tensor} x pipeline {self.pipeline}{where}"
 
 
 def degrees(spec: ModelDeploymentSpec, role: Role) -> Degrees | Unreadable | None:
