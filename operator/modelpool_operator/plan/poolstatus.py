@@ -310,7 +310,9 @@ def happened(
     told = []
     old, new = before.resident_member, after.resident_member
     pending = after.pending_member
-    if pending is not None and pending != before.pending_member and before.phase is not None:
+    # What was seen to be up already and is announced again only now is no swap.
+    is_news = pending not in (None, old, before.pending_member)
+    if is_news and before.phase is not None:
         giving = f" in place of {old}" if old else ""
         told.append(Happened(EventReason.SWAP_STARTED, f"{pending} is to hold the slot{giving}"))
     if new is not None and new != old:
