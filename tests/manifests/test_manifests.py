@@ -100,7 +100,9 @@ def test_given_a_kustomization_then_all_it_names_exists_and_nothing_is_left_out(
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not there")
-@pytest.mark.parametrize("folder", ["base", "samples", "monitoring", "network"])
+@pytest.mark.parametrize(
+    "folder", ["base", "samples", "samples/modeldeployment", "monitoring", "network"]
+)
 def test_given_a_kustomization_then_kubectl_builds_it(folder: str) -> None:
     done = subprocess.run(
         ["kubectl", "kustomize", str(MANIFESTS / folder)],

@@ -13,7 +13,8 @@ from modelpool_kube.kinds import INSTANCE_TYPES, MODEL_DEPLOYMENTS, Json
 
 ROOT = Path(__file__).parents[3]
 WHERE = "demo"
-SAMPLES = sorted((ROOT / "manifests" / "samples").glob("modeldeployment*.yaml"))
+FOLDER = ROOT / "manifests" / "samples" / "modeldeployment"
+SAMPLES = [FOLDER / f"{name}.yaml" for name in ("multihost", "prefill-decode", "single")]
 
 
 def load(path: Path) -> Json:
@@ -34,7 +35,7 @@ def admitted(obj: Json) -> Json:
 async def test_a_sample_is_accepted_and_becomes_ready(path: Path) -> None:
     lab = Lab()
     lab.kueue.quota["gpu"] = {}
-    kind = admitted(load(ROOT / "manifests" / "samples" / "instancetype.yaml"))
+    kind = admitted(load(FOLDER / "instancetype.yaml"))
     lab.cluster.put(INSTANCE_TYPES, None, kind)
     sample = admitted(load(path))
     name = sample["metadata"]["name"]
@@ -51,9 +52,9 @@ async def test_a_sample_is_accepted_and_becomes_ready(path: Path) -> None:
     )
 
 
-def test_there_is_a_sample_of_each_way_to_serve() -> None:
-    assert [path.stem for path in SAMPLES] == [
-        "modeldeployment-multihost",
-        "modeldeployment-prefill-decode",
-        "modeldeployment-single",
-    ]
+def test_there_is_no_sample_that_is_not_tried() -> None:
+    others = {"instancetype", "kustomization", "namespace", "queue"}
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == {
+        *(path.stem for path in SAMPLES),
+        *others,
+    }
