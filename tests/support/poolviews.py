@@ -65,6 +65,7 @@ def pool_view(*members: MemberView, **changes: Any) -> PoolView:
         swap_budget_s=300.0,
         loads_total=1,
         swaps_total=1,
+        obstacle=None,
         members=members or (alpha, member_view(BETA)),
     )
     return replace(view, **changes)

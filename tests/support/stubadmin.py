@@ -72,6 +72,7 @@ def pool_view(*members: MemberView, name: str = "gpu0", **more: Any) -> PoolView
         swap_budget_s=300.0,
         loads_total=0,
         swaps_total=0,
+        obstacle=None,
         members=members,
     )
     return replace(view, **more)

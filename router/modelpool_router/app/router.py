@@ -470,8 +470,7 @@ class Router:
             if driver is not None:
                 checks[f"pool {view.name}"] = driver.readiness
             else:
-                is_started = view.state is not SlotState.STARTING
-                checks[f"pool {view.name}"] = "ok" if is_started else "starting"
+                checks[f"pool {view.name}"] = _readiness(view)
         here = [state for check, state in checks.items() if not self._is_shared(check)]
         shared = [state for check, state in checks.items() if self._is_shared(check)]
         # Of pools that another router may hold, one is enough, and so is an upstream: who asks for
@@ -497,6 +496,17 @@ def _moved(old: Settings, new: Settings) -> list[Problem]:
         for number, pool in enumerate(new.pools)
         if before.get(pool.name, pool.is_in_kubernetes) != pool.is_in_kubernetes
     ]
+
+
+def _readiness(view: PoolView) -> str:
+    """
+    Return "ok", or what a pool waits for until it can be used.
+
+    Without what came of the last try: the data port tells this to everybody.
+    """
+    if view.state is not SlotState.STARTING:
+        return "ok"
+    return "starting" if view.obstacle is None else f"starting: waits for {view.obstacle.waits_for}"
 
 
 def _names(settings: Settings) -> tuple[dict[PoolName, list[MemberName]], list[str]]:

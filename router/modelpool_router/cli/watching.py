@@ -18,6 +18,7 @@ from .words import (
     event_line,
     load_share,
     member_row,
+    obstacle_lines,
     plain_state,
     pool_headline,
     seconds_text,
@@ -152,6 +153,8 @@ def render_state(state: dict[str, Any], address: str, stale: str = "") -> Group:
         headline = Text()
         headline.append(str(view["name"]), style="bold")
         headline.append(f"  {pool_headline(view)}")
+        for line in obstacle_lines(view):
+            headline.append(f"\n  {line}", style="yellow")
         share = load_share(view)
         if share is not None:
             left = (view["load_expected_s"] or 0.0) - view["load_elapsed_s"]

@@ -65,6 +65,19 @@ def pool_headline(view: View) -> str:
     return told + "".join(f"; {note}" for note in notes)
 
 
+def obstacle_lines(view: View) -> list[str]:
+    """Return what stands in the way of a pool and the way out; no lines when nothing does."""
+    obstacle = view.get("obstacle")  # an older router does not tell
+    if obstacle is None:
+        return []
+    tries = f"{obstacle['tries']} {'try' if obstacle['tries'] == 1 else 'tries'}"
+    return [
+        f"waits for {obstacle['waits_for']}, for {seconds_text(obstacle['since_s'])} and {tries}",
+        f"last error: {short_error(obstacle['error'])}",
+        f"way out: {obstacle['way_out']}",
+    ]
+
+
 def load_share(view: View) -> float | None:
     """Return how far the running load is, 0..0.99; None when none runs."""
     if view["state"] != "loading" or view["load_elapsed_s"] is None:
@@ -123,9 +136,9 @@ def plain_state(state: Mapping[str, Any]) -> str:
     blocks = []
     for view in state["pools"]:
         rows = [member_row(member) for member in view["members"]]
-        blocks.append(
-            f"{view['name']}: {pool_headline(view)}\n{plain_table(MEMBER_HEADER, rows)}\n"
-        )
+        lines = [f"{view['name']}: {pool_headline(view)}"]
+        lines += [f"  {line}" for line in obstacle_lines(view)]
+        blocks.append("\n".join((*lines, plain_table(MEMBER_HEADER, rows), "")))
     return "\n".join(blocks) if blocks else "no pools\n"
 
 
@@ -160,6 +173,8 @@ def event_line(kind: str, event: Mapping[str, Any]) -> tuple[str, str] | None:
             return member, f"failed     {_why_text(fields)}"
         case "unload_retried":
             return member, f"unload     not proven gone, tried again: {_why_text(fields)}"
+        case "observe_failed":
+            return member, f"start      cannot see what is up, tried again: {_why_text(fields)}"
         case "resident_lost":
             return member, f"lost       {_why_text(fields)}"
         case "turn_ended":

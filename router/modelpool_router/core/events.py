@@ -34,6 +34,15 @@ class Observed:
     """Who stays when several are up."""
 
 
+@dataclass(frozen=True, slots=True)
+class ObserveFailed:
+    """What is up could not be seen, or what was left running not be taken down; tried again."""
+
+    detail: str
+    way_out: str = ""
+    """What a person can do about it, if the driver knows."""
+
+
 class Arrived(msgspec.Struct, frozen=True, gc=False):
     """A request with a complete, checked body wants *member*."""
 
@@ -101,6 +110,8 @@ class UnloadFailed:
     member: MemberName
     epoch: Epoch
     detail: str = ""
+    way_out: str = ""
+    """What a person can do about it, if the driver knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +222,7 @@ class Tick:
 
 Event = (
     Observed
+    | ObserveFailed
     | Arrived
     | Departed
     | Finished

@@ -9,7 +9,7 @@ from __future__ import annotations
 from . import retry_after
 from .slot import SlotBook
 from .spec import MemberName
-from .view import MemberStatus, MemberView, PoolView, SlotState
+from .view import MemberStatus, MemberView, Obstacle, PoolView, SlotState
 
 
 class Outlook(SlotBook):
@@ -59,6 +59,8 @@ class Outlook(SlotBook):
         """One clause for people: what a hold of *member* is waiting for."""
         if self._paused:
             return "the pool is paused"
+        if self._trouble is not None and self._state is not SlotState.RESIDENT:
+            return f"the slot waits for {self._trouble.waits_for}"
         match self._state:
             case SlotState.STARTING:
                 return "the pool is starting"
@@ -121,7 +123,20 @@ class Outlook(SlotBook):
             swap_budget_s=self.spec.swap_budget_s,
             loads_total=self._loads,
             swaps_total=self._swaps,
+            obstacle=self._obstacle(now),
             members=tuple(self._member_view(name, now) for name in self.spec.members),
+        )
+
+    def _obstacle(self, now: float) -> Obstacle | None:
+        trouble = self._trouble
+        if trouble is None:
+            return None
+        return Obstacle(
+            waits_for=trouble.waits_for,
+            since_s=now - trouble.since,
+            tries=trouble.tries,
+            error=trouble.error,
+            way_out=trouble.way_out or "it is tried again by itself",
         )
 
     def _member_view(self, name: MemberName, now: float) -> MemberView:

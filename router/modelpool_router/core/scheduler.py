@@ -64,6 +64,7 @@ from .events import (
     Loaded,
     LoadFailed,
     Observed,
+    ObserveFailed,
     Paused,
     Reconfigured,
     ResidentLost,
@@ -78,7 +79,7 @@ from .events import (
     UnloadFailed,
 )
 from .lending import Lending
-from .slot import FIRST_DEFER_S, UNLOAD_RETRY_S, Closing, Failure, Ghost, Hold, Lease, Swap
+from .slot import FIRST_DEFER_S, UNLOAD_RETRY_S, Closing, Failure, Ghost, Hold, Lease, Swap, Trouble
 from .spec import Epoch, MemberName, PoolSpec, Ticket
 from .view import SlotState
 
@@ -176,6 +177,11 @@ class Scheduler(Lending):
                 pass
             case Observed():
                 self._observed(event, now)
+            case ObserveFailed(detail, way_out):
+                if self._state is SlotState.STARTING:
+                    waits_for = "a look at what is up, and the end of what was left running"
+                    if self._obstructed(waits_for, detail, way_out, now):
+                        self._note(NoteKind.OBSERVE_FAILED, detail=detail, way_out=way_out)
             case Loaded():
                 self._loaded(event, now)
             case LoadFailed():
@@ -496,6 +502,7 @@ class Scheduler(Lending):
         if event.member == self._evicting and event.epoch == self._epoch:
             self._intruders.remove(event.member)
             self._evicting = None
+            self._trouble = None
             return
         if not self._awaits(SlotState.UNLOADING, event.member, event.epoch):
             return
@@ -522,9 +529,25 @@ class Scheduler(Lending):
             self._unload_retry_s = min(2 * retry_s, MAX_UNLOAD_RETRY_S)
         else:
             return
+        self._obstructed(f"proof that {event.member} is gone", event.detail, event.way_out, now)
         self._note(
-            NoteKind.UNLOAD_RETRIED, member=event.member, detail=event.detail, retry_s=retry_s
+            NoteKind.UNLOAD_RETRIED,
+            member=event.member,
+            detail=event.detail,
+            way_out=event.way_out,
+            retry_s=retry_s,
         )
+
+    def _obstructed(self, waits_for: str, error: str, way_out: str, now: float) -> bool:
+        """Remember what stands in the way; return whether that is news."""
+        trouble = self._trouble
+        if trouble is None or trouble.waits_for != waits_for:
+            is_state = self._state in (SlotState.STARTING, SlotState.UNLOADING)
+            trouble = self._trouble = Trouble(waits_for, self._since if is_state else now)
+        is_news = (trouble.error, trouble.way_out) != (error, way_out)
+        trouble.tries += 1
+        trouble.error, trouble.way_out = error, way_out
+        return is_news
 
     def _idle_answered(self, event: IdleAnswered, now: float) -> None:
         if event.probe == self._evict_probe:
@@ -844,6 +867,7 @@ class Scheduler(Lending):
     def _enter(self, state: SlotState, member: MemberName | None, now: float) -> None:
         before, seconds = self._state, now - self._since
         self._state, self._up, self._since = state, member, now
+        self._trouble = None
         self._note(
             NoteKind.STATE_CHANGED,
             state=state,

@@ -104,6 +104,17 @@ class Failure:
 
 
 @dataclass(slots=True)
+class Trouble:
+    """Something that was tried in vain and is tried again; `view.Obstacle` in the making."""
+
+    waits_for: str
+    since: float
+    tries: int = 0
+    error: str = ""
+    way_out: str = ""
+
+
+@dataclass(slots=True)
 class Swap:
     """What is known of the swap that runs, for notes."""
 
@@ -183,6 +194,7 @@ class SlotBook:
         self._unload_retry_at: float | None = None
         self._unload_retry_s = UNLOAD_RETRY_S
         self._unload_asked_at: float | None = None
+        self._trouble: Trouble | None = None
         self._owed: tuple[MemberName, str] | None = None
         self._last_good: MemberName | None = None
         self._restore: MemberName | None = None

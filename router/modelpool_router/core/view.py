@@ -59,6 +59,22 @@ class MemberView:
 
 
 @dataclass(frozen=True, slots=True)
+class Obstacle:
+    """What keeps a slot where it is although it was tried to move on."""
+
+    waits_for: str
+    """What has to come true, as the end of a sentence."""
+    since_s: float
+    """How long it has been waited for."""
+    tries: int
+    """How often it was tried."""
+    error: str
+    """What came of the last try."""
+    way_out: str
+    """What a person can do."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolView:
     """One pool at the moment of the view."""
 
@@ -96,6 +112,8 @@ class PoolView:
     swap_budget_s: float
     loads_total: int
     swaps_total: int
+    obstacle: Obstacle | None
+    """Set from the first try that failed until one succeeds."""
     members: tuple[MemberView, ...]
 
     def member(self, name: MemberName) -> MemberView | None:

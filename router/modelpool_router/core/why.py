@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .spec import MemberName
-from .view import MemberView, PoolView, SlotState
+from .view import MemberView, Obstacle, PoolView, SlotState
 
 _CLOSED_BECAUSE = {
     "turn": "its turn is over",
@@ -41,6 +41,9 @@ def _obstacles(view: PoolView, wanted: MemberView) -> Iterator[str]:
     name = wanted.name
     if view.stopping:
         yield "the router goes down: whoever waits gets 503 pool_draining"
+    if view.obstacle is not None and view.resident != name:
+        yield obstacle_sentence(view.obstacle)
+        yield f"way out: {view.obstacle.way_out}"
     if view.withheld and view.resident != name:
         yield (
             f"the slot of {view.name} may not be moved: {view.withheld}; requests for {name} "
@@ -56,6 +59,15 @@ def _obstacles(view: PoolView, wanted: MemberView) -> Iterator[str]:
         yield f"the last load of {name} failed: {wanted.last_error}; it may be tried again now"
     if view.paused and view.resident != name:
         yield f"{view.name} is paused: no swap begins until it is resumed"
+
+
+def obstacle_sentence(obstacle: Obstacle) -> str:
+    """Say what a slot waits for, since when, and what came of the last try."""
+    tries = "1 try" if obstacle.tries == 1 else f"{obstacle.tries} tries"
+    return (
+        f"the slot waits for {obstacle.waits_for}, for {_time(obstacle.since_s)} and "
+        f"{tries} so far: {obstacle.error}"
+    )
 
 
 def _slot(view: PoolView, wanted: MemberView) -> Iterator[str]:

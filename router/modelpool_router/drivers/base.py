@@ -50,7 +50,18 @@ class ActivationFailed(DriverError):
 
 
 class DriverUnavailable(DriverError):
-    """The platform could not be asked, or the proof could not be had; try again later."""
+    """
+    The platform could not be asked, or the proof could not be had; try again later.
+
+    Args:
+        detail: What went wrong, for people.
+        way_out: What a person can do, where something has to be done.
+    """
+
+    def __init__(self, detail: str, *, way_out: str = "") -> None:
+        super().__init__(f"{detail}; {way_out}" if way_out else detail)
+        self.detail = detail
+        self.way_out = way_out
 
 
 @dataclass(frozen=True, slots=True)

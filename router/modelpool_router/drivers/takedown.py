@@ -202,22 +202,21 @@ class _Takedown:
             if await self._none_left_within(_LAST_LOOK_S):
                 return
             if loop.time() >= deadline:
-                raise DriverUnavailable(self._complaint(left))
+                raise self._unproven(*self._complaint(left))
 
-    def _complaint(self, left: Sequence[Proc]) -> str:
+    def _complaint(self, left: Sequence[Proc]) -> tuple[str, str]:
+        """Return what is left, and the way out."""
         named = ", ".join(f"{proc.pid} (state {proc.state})" for proc in left) or "its child"
-        why = (
+        way_out = (
             "a process in state D hangs in a device driver and ends when that lets it go; a reboot "
             "may be needed"
             if any(proc.state == "D" for proc in left)
             else "it may run under another user: stop it by hand"
         )
-        return "; ".join(
-            (
-                f"member {self._target.member!r} outlived KILL: process {named}; {why}",
-                *self._remarks,
-            )
-        )
+        return f"member {self._target.member!r} outlived KILL: process {named}", way_out
+
+    def _unproven(self, what: str, way_out: str) -> DriverUnavailable:
+        return DriverUnavailable("; ".join((what, *self._remarks)), way_out=way_out)
 
     async def _prove(self) -> None:
         """Wait for the port to refuse and for goneCommand to agree."""
@@ -230,21 +229,26 @@ class _Takedown:
                 return
             left = patience.left()
             if left <= 0:
-                raise DriverUnavailable("; ".join((doubt, *self._remarks)))
+                raise self._unproven(*doubt)
             await asyncio.sleep(min(pause, left))
             pause = min(pause * 2, 1.0)
 
-    async def _doubt(self) -> str | None:
+    async def _doubt(self) -> tuple[str, str] | None:
+        """Return what speaks against the end of the member, and the way out; None = nothing."""
         target = self._target
         if target.port is not None and not await port_refuses(target.host, target.port):
             return (
                 f"port {target.port} of member {target.member!r} is still open although none of "
-                "its processes is left; find out who listens there"
+                "its processes is left",
+                "find out who listens there, and stop that",
             )
         if target.gone_command is not None:
             result = await self._command(target.gone_command)
             if not result.succeeded:
-                return f"goneCommand of member {target.member!r} does not succeed ({result})"
+                return (
+                    f"goneCommand of member {target.member!r} does not succeed ({result})",
+                    "stop by hand what it still finds, or correct goneCommand",
+                )
         return None
 
     async def _command(self, command: tuple[str, ...]) -> CommandResult:

@@ -43,6 +43,7 @@ from ..core.events import (
     Loaded,
     LoadFailed,
     Observed,
+    ObserveFailed,
     Reconfigured,
     ResidentLost,
     SlotRegained,
@@ -71,6 +72,8 @@ log = structlog.get_logger("modelpool.pool")
 PROBE_LIMIT_S = 5.0
 """Longest wait for one idle or readiness answer; a probe that hangs is an unreachable engine."""
 OBSERVE_RETRY_S = 1.0
+LAST_WORDS_S = 0.25
+"""How long a resident that refuses connections may take to be reported as ended."""
 
 NoteListener = Callable[[PoolName, Note], None]
 
@@ -341,7 +344,7 @@ class PoolRuntime:
                 try:
                     up = await self.driver.observe()
                 except DriverUnavailable as error:
-                    log.warning("observing failed", pool=self.name, detail=str(error))
+                    self.tell(ObserveFailed(error.detail, error.way_out))
                     await asyncio.sleep(OBSERVE_RETRY_S)
         finally:
             self._is_observing = False
@@ -400,7 +403,7 @@ class PoolRuntime:
             try:
                 await self.driver.deactivate(member)
             except DriverUnavailable as error:
-                event = UnloadFailed(member, epoch, str(error))
+                event = UnloadFailed(member, epoch, error.detail, error.way_out)
             except Exception as error:
                 # A task boundary: not proven gone, whatever went wrong; it is tried again.
                 log.exception("driver broke its contract", pool=self.name, member=member)
@@ -433,7 +436,12 @@ class PoolRuntime:
             return False
 
     async def _check(self, member: MemberName, epoch: Epoch) -> None:
-        self.tell(Checked(member, epoch, await self._is_ready(member)))
+        is_up = await self._is_ready(member)
+        if not is_up:
+            # One that ended is heard of a moment after its port is, and tells why.
+            await asyncio.sleep(LAST_WORDS_S)
+            is_up = await self._is_ready(member)
+        self.tell(Checked(member, epoch, is_up))
 
     async def _watch_health(self) -> None:
         """Look at the resident now and then; traffic that moves is proof enough."""

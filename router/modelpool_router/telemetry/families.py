@@ -156,6 +156,13 @@ SLOT_STATE_SECONDS = Family(
     "Time the slot spent in each state.",
     ("pool", "state"),
 )
+OBSTRUCTED = Family(
+    "modelpool_slot_obstructed_seconds",
+    "gauge",
+    "How long the slot has waited for something that was tried in vain, such as the proof that a "
+    "member is gone; 0 when nothing is in the way.",
+    ("pool",),
+)
 SWAP_DEFERRED = Family(
     "modelpool_swap_deferred_total",
     "counter",
@@ -228,6 +235,7 @@ FAMILIES = (
     SWAPS,
     PHASE_SECONDS,
     SLOT_STATE_SECONDS,
+    OBSTRUCTED,
     SWAP_DEFERRED,
     LOAD_FAILURES_TOTAL,
     WASTED_LOADS,

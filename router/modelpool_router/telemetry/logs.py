@@ -53,6 +53,7 @@ _LEVEL_OF_NOTE: Final = {
     NoteKind.SWAP_DEFERRED: "warning",
     NoteKind.LOAD_FAILED: "warning",
     NoteKind.UNLOAD_RETRIED: "warning",
+    NoteKind.OBSERVE_FAILED: "warning",
     NoteKind.RESIDENT_LOST: "warning",
     NoteKind.LOAD_WASTED: "info",
     NoteKind.RELEASED: "info",

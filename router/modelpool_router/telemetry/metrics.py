@@ -180,6 +180,8 @@ class Metrics:
                 self._add(f.RELEASED, pool, _one_of(f.RELEASE_REASONS, fields.get("reason")))
             case NoteKind.SWAP_STARTED | NoteKind.TURN_ENDED | NoteKind.TURN_REOPENED:
                 pass  # told by their completion, and by the events
+            case NoteKind.OBSERVE_FAILED:
+                pass  # told by how long the slot has been obstructed
 
     def residency_violation(self, pool: PoolName) -> None:
         """Count that two members of *pool* were seen up at once."""
@@ -265,12 +267,22 @@ class Metrics:
                 oldest.add_metric(labels, (member.oldest_hold_s or 0.0) if member else 0.0)
                 in_flight.add_metric(labels, member.in_flight if member else 0)
         yield from (resident, held, oldest, in_flight)
+        yield self._obstructed(views)
         held_bytes = GaugeMetricFamily(f.HELD_BYTES.name, f.HELD_BYTES.help)
         held_bytes.add_metric((), self._ledger.held_bytes)
         yield held_bytes
         build = GaugeMetricFamily(f.BUILD_INFO.name, f.BUILD_INFO.help, labels=f.BUILD_INFO.labels)
         build.add_metric((self._version, platform.python_version()), 1)
         yield build
+
+    def _obstructed(self, views: Mapping[PoolName, PoolView]) -> Metric:
+        family = f.OBSTRUCTED
+        metric = GaugeMetricFamily(family.name, family.help, labels=family.labels)
+        for pool in self._pools:
+            view = views.get(PoolName(pool))
+            obstacle = view.obstacle if view is not None else None
+            metric.add_metric((pool,), 0.0 if obstacle is None else obstacle.since_s)
+        return metric
 
     def _state_seconds(self, views: Mapping[PoolName, PoolView]) -> dict[Labels, float]:
         """Add the state that still lasts to the finished ones."""

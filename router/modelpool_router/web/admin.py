@@ -147,7 +147,12 @@ class _Admin:
 
     async def readyz(self, _request: web.Request) -> web.Response:
         ready, checks = self._target.ready()
-        told = {"status": "ok" if ready else "unavailable", "checks": dict(checks)}
+        obstacles = {v.name: v.obstacle for v in self._target.views() if v.obstacle is not None}
+        told = {
+            "status": "ok" if ready else "unavailable",
+            "checks": dict(checks),
+            "obstacles": obstacles,
+        }
         return _json(told, status=200 if ready else 503)
 
     async def state(self, _request: web.Request) -> web.Response:

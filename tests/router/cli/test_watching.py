@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from modelpool_router.cli.admin_client import AdminAddress, AdminClient, parse_a
 from modelpool_router.cli.connect import complete_member, complete_pool
 from modelpool_router.cli.main import app
 from modelpool_router.cli.watching import render_state
-from modelpool_router.core.view import MemberStatus, SlotState
+from modelpool_router.core.view import MemberStatus, Obstacle, SlotState
 from stubadmin import StubAdmin, loading, member_view, pool_view, resident, stub_admin
 
 run = CliRunner().invoke
@@ -70,6 +71,24 @@ def test_status_in_a_pipe_is_a_plain_table(stub: StubAdmin) -> None:
         "gamma   failed    0/4        0     -            20 s          "
         "backed off for 2m10s: exited: code 1: last line\n"
     )
+
+
+def test_status_says_what_a_pool_waits_for_and_the_way_out(stub: StubAdmin) -> None:
+    obstacle = Obstacle("proof that alpha is gone", 75.0, 1, "exit code 1\nmore", "stop it by hand")
+    view = pool_view(member_view("alpha"), state=SlotState.STARTING, resident=None)
+    stub.states = [[replace(view, obstacle=obstacle)]]
+
+    result = run(app, ["status", "--admin", stub.address])
+
+    assert result.stdout.splitlines()[1:4] == [
+        "  waits for proof that alpha is gone, for 75 s and 1 try",
+        "  last error: exit code 1: more",
+        "  way out: stop it by hand",
+    ]
+    state = AdminClient(parse_admin(stub.address), None).state()
+    screen = StringIO()
+    Console(file=screen, width=100).print(render_state(state, stub.url))
+    assert "way out: stop it by hand" in screen.getvalue()
 
 
 def test_status_as_json_is_what_the_router_says(stub: StubAdmin) -> None:

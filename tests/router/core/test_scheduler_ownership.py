@@ -22,6 +22,62 @@ def test_nothing_happens_before_the_pool_was_looked_at() -> None:
     assert slot.loads() == [(5.0, B)]
 
 
+def test_what_a_start_waits_for_is_told_until_it_has_come_true() -> None:
+    slot = Slot(pool(), observe=False)
+    refused = slot.come(B, patience=8.0)
+    slot.at(4.0).tell(e.ObserveFailed("it still runs", "stop it"))
+    slot.at(5.0).tell(e.ObserveFailed("it still runs", "stop it"))
+
+    obstacle = slot.view().obstacle
+    assert obstacle is not None
+    assert (obstacle.since_s, obstacle.tries) == (5.0, 2)
+    assert (obstacle.error, obstacle.way_out) == ("it still runs", "stop it")
+    told = slot.notes(c.NoteKind.OBSERVE_FAILED)
+    assert [(t, note.fields["detail"]) for t, note in told] == [(4.0, "it still runs")], "once"
+
+    slot.at(6.0).tell(e.ObserveFailed("it runs as root"))
+    obstacle = slot.view().obstacle
+    assert obstacle is not None and obstacle.way_out
+    assert len(slot.notes(c.NoteKind.OBSERVE_FAILED)) == 2, "these words are new"
+
+    slot.at(8.0)
+    refusal = slot.refused(refused)
+    assert refusal is not None and obstacle.waits_for in refusal[1].reason
+
+    slot.tell(e.Observed())
+    assert slot.view().obstacle is None
+    slot.tell(e.ObserveFailed("late"))
+    assert slot.view().obstacle is None
+
+
+def test_what_an_unload_waits_for_is_told_until_it_is_proven() -> None:
+    slot = Slot(pool(), up=(A,))
+    slot.at(10.0).come(B)
+    slot.answer()
+    assert slot.view().obstacle is None
+
+    slot.at(15.0).unload_failed()
+    slot.at(16.0).unload_failed()
+
+    obstacle = slot.view().obstacle
+    assert obstacle is not None
+    assert obstacle.waits_for == "proof that a is gone"
+    assert (obstacle.since_s, obstacle.tries, obstacle.error) == (6.0, 2, "still there")
+    slot.at(17.0).unloaded()
+    assert slot.view().obstacle is None
+
+
+def test_what_an_eviction_waits_for_is_told_until_it_is_proven() -> None:
+    slot = Slot(pool(), up=(A, B))
+    slot.answer()
+    slot.at(3.0).unload_failed()
+
+    obstacle = slot.view().obstacle
+    assert obstacle is not None and obstacle.waits_for == "proof that b is gone"
+    slot.at(10.0).unloaded()
+    assert slot.view().obstacle is None
+
+
 def test_o1_the_target_starts_only_when_the_incumbent_is_proven_gone() -> None:
     slot = Slot(pool(), up=(A,))
     slot.at(10.0).come(B)

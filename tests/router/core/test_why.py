@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from modelpool_router.core.spec import MemberName
-from modelpool_router.core.view import MemberStatus, PoolView, SlotState
+from modelpool_router.core.view import MemberStatus, Obstacle, PoolView, SlotState
 from modelpool_router.core.why import why
 from poolviews import ALPHA, BETA, GAMMA, member_view, pool_view
 
@@ -18,12 +18,39 @@ HELD_LINE = "1 request for beta held, the oldest for 19 s; swapBudget is 5 min"
 WAIT_LINE = "a request for beta that comes now waits about 64 s"
 LOADING = member_view(BETA, status=MemberStatus.LOADING, wanted=True, wait_s=12.0)
 
+STUCK = Obstacle(
+    waits_for="proof that alpha is gone",
+    since_s=75.0,
+    tries=3,
+    error="goneCommand of member 'alpha' does not succeed (exit code 1)",
+    way_out="stop by hand what it still finds, or correct goneCommand",
+)
+
 CASES: list[tuple[str, PoolView, MemberName, list[str]]] = [
     (
         "no-such-member",
         pool_view(),
         GAMMA,
         ["gpu0 has no member gamma"],
+    ),
+    (
+        "obstructed",
+        pool_view(
+            member_view(ALPHA),
+            member_view(BETA, wait_s=None),
+            state=SlotState.UNLOADING,
+            resident=None,
+            incumbent=ALPHA,
+            since_s=75.0,
+            obstacle=STUCK,
+        ),
+        BETA,
+        [
+            "the slot waits for proof that alpha is gone, for 75 s and 3 tries so far: goneCommand "
+            "of member 'alpha' does not succeed (exit code 1)",
+            "way out: stop by hand what it still finds, or correct goneCommand",
+            "alpha is being unloaded for 75 s of about 3 s",
+        ],
     ),
     (
         "resident-with-room",

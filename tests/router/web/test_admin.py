@@ -194,14 +194,18 @@ async def test_given_a_router_that_is_not_ready_when_asked_then_the_failing_chec
     assert await admin.call("/livez") == (200, {"status": "ok"})
     assert await admin.call("/readyz") == (
         200,
-        {"status": "ok", "checks": {"configuration": "ok"}},
+        {"status": "ok", "checks": {"configuration": "ok"}, "obstacles": {}},
     )
 
     admin.router.checks["gpu0"] = "starting"
 
     assert await admin.call("/readyz") == (
         503,
-        {"status": "unavailable", "checks": {"configuration": "ok", "gpu0": "starting"}},
+        {
+            "status": "unavailable",
+            "checks": {"configuration": "ok", "gpu0": "starting"},
+            "obstacles": {},
+        },
     )
     assert (await admin.call("/livez"))[0] == 200
 
