@@ -163,23 +163,99 @@ async def test_pipelined_requests_are_answered_in_order(
         assert len(set(engine.links)) == 1
 
 
-async def test_a_stream_goes_on_the_general_way(tmp_path: Path, taken: list[ShortExchange]) -> None:
-    go = asyncio.Event()
+async def test_a_stream_is_passed_on_as_it_comes(
+    tmp_path: Path, taken: list[ShortExchange]
+) -> None:
+    turn = asyncio.Semaphore(0)
+    events = [chunk(b"data: %d\n\n" % n) for n in range(4)]
+
+    async def stream(life: Life, link: Link, request: SeenRequest) -> bool:
+        await link.send(STREAM_HEAD)
+        for event in (*events, chunk(b"data: [DONE]\n\n") + LAST_CHUNK):
+            await turn.acquire()
+            await link.send(event)
+        return False
+
+    async with ready(tmp_path, stream, stream) as (router, engine, client):
+        for number in range(2):
+            await client.send(post(stream=True))
+            head = await client._until(b"\r\n\r\n")
+            assert head.endswith(b"\r\nTransfer-Encoding: chunked")
+            for event in events:
+                turn.release()
+                assert not await client._until(event)  # before the rest is there
+            turn.release()
+            end = chunk(b"data: [DONE]\n\n") + LAST_CHUNK
+            assert not await client._until(end)
+            size = len(head) + 4 + len(b"".join(events) + end)
+            line = await router.wait_for_log("request", count=2 + number)
+            assert (line["outcome"], line["status"], line["bytes"]) == ("served", 200, size)
+        assert len(taken) == 2
+        assert len(set(engine.links)) == 2, "a connection that carried a stream is not used again"
+
+
+async def test_a_client_that_leaves_a_stream(tmp_path: Path, taken: list[ShortExchange]) -> None:
+    gone = asyncio.Event()
 
     async def stream(life: Life, link: Link, request: SeenRequest) -> bool:
         await link.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
-        await go.wait()
-        await link.send(chunk(b"data: [DONE]\n\n") + LAST_CHUNK)
+        await link.gone()
+        gone.set()
         return False
 
-    async with ready(tmp_path, stream) as (_, _, client):
+    async with ready(tmp_path, stream) as (router, _, client):
         await client.send(post(stream=True))
-        await client._until(b"data: 1\n\n")  # before the rest is there
-        go.set()
-        await client._until(b"[DONE]\n\n\r\n0\r\n\r\n")
+        event = chunk(b"data: 1\n\n")
+        size = len(await client._until(event)) + len(event)
+        client.close()
+        async with asyncio.timeout(1):
+            await gone.wait()
+        line = await router.wait_for_log("request", count=2)
+        assert (line["outcome"], line["status"], line["bytes"]) == ("client_gone", 200, size)
+        assert len(taken) == 1
+
+
+@pytest.mark.parametrize("by_us", [False, True])
+async def test_a_stream_that_breaks(
+    tmp_path: Path, taken: list[ShortExchange], by_us: bool
+) -> None:
+    """The client is told in the stream, whose connection stays usable."""
+
+    async def stream(life: Life, link: Link, request: SeenRequest) -> bool:
+        await link.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+        if by_us:
+            await link.gone()
+        else:
+            link.reset()
+        return False
+
+    async with ready(tmp_path, stream) as (router, _, client):
+        await client.send(post(stream=True))
+        if by_us:
+            await client._until(chunk(b"data: 1\n\n"))
+            router.router._dispatcher.end_all(BreakReason.DRAIN_TIMEOUT)
+        rest = await client._until(LAST_CHUNK)
+        code = "pool_draining" if by_us else "upstream_reset"
+        assert b'"code":"%b"' % code.encode() in rest
         await client.send(post())
-        assert (await client.answer()).status == 200
-        assert len(taken) == 1, "after a stream there is no connection to use again"
+        assert (await client.answer()).json() == {"n": 3}
+        line = await router.wait_for_log("request", count=2)
+        assert (line["outcome"], line["code"]) == ("upstream_error", code)
+        assert len(taken) == 2
+
+
+async def test_the_first_request_of_all_takes_the_short_way_too(
+    tmp_path: Path, taken: list[ShortExchange]
+) -> None:
+    async with scripted(
+        tmp_path, scripted_pool("alpha", default="alpha"), answerer=Engine()
+    ) as router:
+        await settled(router, lambda: router.runtime().view().resident == "alpha", "a resident")
+        async with router.raw() as client:
+            await client.send(post())
+            assert (await client.answer()).json() == {"n": 1}
+        assert len(taken) == 1
+        await nothing_left(router)
 
 
 async def test_an_answer_in_pieces_goes_on_the_general_way(

@@ -127,6 +127,7 @@ class Exchange:
         self._connection: UpstreamConnection | None = None
         self._body: OutgoingBody | None = None
         self._broken: ExchangeBroken | None = None
+        self._over: Callable[[Forwarded | ExchangeError], None] | None = None
         self._done: asyncio.Future[Forwarded] | None = None
         self._head: AnswerHead | None = None
         self._first_byte_at: float | None = None
@@ -149,8 +150,7 @@ class Exchange:
             connection.abort()
             raise self._broken
         self._connection, self._body = connection, body
-        done: asyncio.Future[Forwarded] = self._loop.create_future()
-        self._done = done
+        done = self._future()
         connection.begin(self, self._method)
         if body.size <= _SMALL_BODY:
             connection.write(b"".join((head, *body.chunks())))
@@ -161,10 +161,19 @@ class Exchange:
 
     async def go_on(self, connection: UpstreamConnection, body: OutgoingBody) -> Forwarded:
         """Relay the answer to a request that somebody else sent; raises as `run` does."""
-        self._connection, self._body = connection, body
-        self._done = self._loop.create_future()
+        done = self._future()
+        self.take_over(connection, body, self._over)
+        return await done
+
+    def take_over(
+        self,
+        connection: UpstreamConnection,
+        body: OutgoingBody,
+        over: Callable[[Forwarded | ExchangeError], None] | None,
+    ) -> None:
+        """Do what `go_on` does, and tell *over* how it ended."""
+        self._connection, self._body, self._over = connection, body, over
         connection.pass_to(self)
-        return await self._done
 
     def close(self) -> None:
         """Let go of both sides, whatever happened; an unfinished answer is not waited for."""
@@ -188,14 +197,13 @@ class Exchange:
     def break_off(self, reason: BreakReason) -> None:
         """End it with an explicit error to the client (`LeaseLike.on_break`)."""
         self._broken = ExchangeBroken(reason)
-        if self._done is not None:
-            self._fail(self._broken)
+        self._fail(self._broken)
 
     # -- Watched -------------------------------------------------------------------------
 
     def check(self, now: float) -> None:
         """Look at the deadlines."""
-        if self._done is None or self._done.done():
+        if self._over is None:
             return
         self._note_moved(now)
         taken_at = self._sink.took(now)
@@ -257,13 +265,11 @@ class Exchange:
     # -- private -------------------------------------------------------------------------
 
     async def _send(self, connection: UpstreamConnection, head: bytes, body: OutgoingBody) -> None:
-        done = self._done
-        assert done is not None
         connection.write(head)
         for piece in body.chunks():
             # An answer may come early (413, 401): it is relayed meanwhile, and the rest of the
             # body is not sent once it is complete.
-            if done.done():
+            if self._over is None:
                 return
             connection.write(piece)
             if connection.write_paused:
@@ -328,19 +334,37 @@ class Exchange:
 
     def _fail(self, error: ExchangeError) -> None:
         """End it: as an exception while that is possible, else in the stream or by a cut."""
-        if self._done is None or self._done.done():
+        if self._over is None:
             return
         self._drop_connection()
-        if self._relaying:
-            self._done.set_result(self._broken_off(error))
-        else:
-            self._done.set_exception(error)
+        self._tell_over(self._broken_off(error) if self._relaying else error)
 
     def _end(self, outcome: Outcome, code: str | None, *, reset: bool = False) -> None:
         self._drop_connection()
-        if self._done is not None and not self._done.done():
+        if self._over is not None:
             keep_alive = outcome == "served" and not self._close_after
-            self._done.set_result(self._result(outcome, code, keep_alive=keep_alive, reset=reset))
+            self._tell_over(self._result(outcome, code, keep_alive=keep_alive, reset=reset))
+
+    def _tell_over(self, result: Forwarded | ExchangeError) -> None:
+        over, self._over = self._over, None
+        assert over is not None
+        over(result)
+
+    def _future(self) -> asyncio.Future[Forwarded]:
+        """Return what is done when this is over, for those who can wait."""
+        done: asyncio.Future[Forwarded] = self._loop.create_future()
+        self._done = done
+
+        def over(result: Forwarded | ExchangeError) -> None:
+            if done.done():
+                return  # who waited was cancelled
+            if isinstance(result, ExchangeError):
+                done.set_exception(result)
+            else:
+                done.set_result(result)
+
+        self._over = over
+        return done
 
     def _broken_off(self, error: ExchangeError) -> Forwarded:
         tellable = self._sink.can_take_frame()

@@ -1,12 +1,13 @@
 """
-The short way: an ordinary request for a resident that is free, over a connection that rests.
+The short way: an ordinary request for a resident that is free.
 
 It is taken as far as everything is as usual: a plain head, a JSON body that came with it, a lease
-that can be had at once, a kept connection to the member, and an answer in one piece with a length.
+that can be had at once. An answer in one piece with a length is written by itself; any other one is
+passed on by an `Exchange`, as on the general way.
 Nothing is decided here that is not decided the same way by `handlers`, `dispatch` and `exchange`.
 Before anything was done, `ShortWay.begin` returns None and the general way begins; after that,
-whatever is not as usual (another kind of answer, a failure, a deadline, a lease that is ended) lets
-the general way go on from the point that was reached.
+whatever is not as usual (a member that is loading, a failure before the answer, a deadline, a lease
+that is ended) lets the general way go on from the point that was reached.
 
 No coroutine, no future, no timer; the request line of every head is understood once a connection.
 """
@@ -14,6 +15,7 @@ No coroutine, no future, no timer; the request line of every head is understood 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -45,13 +47,14 @@ from .account import Accountant
 from .auth import Caller, Keys
 from .begun import Begun
 from .errors import ApiError
-from .exchange import ForwardLimits
+from .exchange import Exchange, Forwarded, ForwardLimits
 from .faults import ExchangeBroken, ExchangeError, UpstreamTimeout
 from .front import OwnConnection, PlainHead, PlainRequest
 from .intake import Body
 from .request import wished_id
-from .sink import watch_rest
+from .sink import ClientSink, watch_rest
 from .surface import Surface
+from .sweep import Sweep
 from .upstream import UpstreamClient, UpstreamConnection
 
 
@@ -162,18 +165,14 @@ class ShortWay:
         pool, member = facts.pool, facts.route.member
         if wanted.stream and surface.keepalive is not None:
             return None
-        endpoint = pool.endpoints.get(member)
-        upstream = None if endpoint is None else self.client.take(endpoint)
-        if upstream is None or endpoint is None:
+        if not self.ledger.reserve_bytes(size):
             return None
-        lease = None
-        if self.ledger.reserve_bytes(size):
-            lease = pool.lend(member, facts.caller.key_id)
-            if lease is None:
-                self.ledger.release_bytes(size)
+        lease = pool.lend(member, facts.caller.key_id)
         if lease is None:
-            self.client.give_back(upstream)
+            self.ledger.release_bytes(size)
             return None
+        endpoint = lease.endpoint
+        upstream = self.client.take(endpoint) or self.client.open(endpoint)
         if endpoint is not facts.endpoint:
             facts.endpoint = endpoint
             target = endpoint.base_path + facts.rule.upstream
@@ -269,6 +268,7 @@ class ShortExchange(msgspec.Struct, eq=False):
     request_id: str
     raw_id: bytes
     answer: AnswerHead | None = None
+    relay: _Relay | None = None
     first_byte_at: float = 0.0
     over: asyncio.Future[None] | None = None
 
@@ -283,10 +283,16 @@ class ShortExchange(msgspec.Struct, eq=False):
 
     def cancel(self) -> None:
         """The client left."""
-        if self in self.way.running:
+        if self not in self.way.running:
+            return
+        if self.relay is None:
             self.upstream.abort()
             self._close("client_gone", "client_gone", None, 0)
-            self.client.lost()
+        else:
+            so_far = self.relay.exchange.so_far()
+            self.first_byte_at = so_far.first_byte_at or 0.0
+            self._close("client_gone", "client_gone", so_far.status or None, so_far.bytes_sent)
+        self.client.lost()
 
     # -- Receiver --------------------------------------------------------------------------------
 
@@ -299,8 +305,10 @@ class ShortExchange(msgspec.Struct, eq=False):
             and not self.client.writing_paused
         ):
             self.answer = head
+        elif head.status == 503:
+            self._go_on(None)  # it may be loading
         else:
-            self._go_on(None)
+            self._relay()
 
     def on_body(self, pieces: Sequence[bytes], framed: bytes | None, *, last: bool) -> None:
         """Send the answer, whole as it is."""
@@ -356,6 +364,9 @@ class ShortExchange(msgspec.Struct, eq=False):
     def _leave(self) -> None:
         self.way.running.discard(self)
         self.lease.on_break = None
+        if self.relay is not None:
+            self.relay.release(self.way.client.sweep, self.facts.limits)
+            self.relay = None
         if self.over is not None and not self.over.done():
             self.over.set_result(None)
 
@@ -364,7 +375,7 @@ class ShortExchange(msgspec.Struct, eq=False):
         way, facts = self.way, self.facts
         self._leave()
         self.lease.pool.take_back(self.lease)
-        way.ledger.release_bytes(len(self.body))
+        way.ledger.release_bytes(len(self.body))  # (of which a relay leaves nothing)
         way.general.ended()
         way.accountant.close_short(
             self.request_id,
@@ -378,6 +389,40 @@ class ShortExchange(msgspec.Struct, eq=False):
             self.since,
             self.first_byte_at,
         )
+
+    def _relay(self) -> None:
+        """Pass the answer on as it comes."""
+        way, facts, client = self.way, self.facts, self.client
+        request = client.request_for(self.head, b"", self.request_id)
+        sink = ClientSink(request, way.loop)
+        exchange = Exchange(
+            sink,
+            method="POST",
+            family=facts.rule.dialect,
+            ids=ExchangeIds(self.request_id, client.extra_fields(self.head)),
+            member=self.lease.member,
+            held_ms=0,
+            lease=self.lease,
+            limits=facts.limits,
+            held=None,
+            may_be_loading=True,
+            close=client.ends,
+        )
+        body = Body(way.ledger, len(self.body), data=self.body)
+        self.body = b""
+        self.deadline = math.inf  # the exchange has its own
+        self.relay = _Relay(request, sink, exchange)
+        self.lease.on_break = exchange.break_off
+        way.client.sweep.add(exchange)
+        exchange.take_over(self.upstream, body, self._relayed)
+
+    def _relayed(self, result: Forwarded | ExchangeError) -> None:
+        """The answer that was passed on is over."""
+        relay = self.relay
+        assert relay is not None and isinstance(result, Forwarded)
+        self.first_byte_at = result.first_byte_at or 0.0
+        self._close(result.outcome, result.code or "", result.status or None, result.bytes_sent)
+        self.client.answered(relay.request, result.response)
 
     def _go_on(self, error: ExchangeError | None) -> None:
         """Let the general way do the rest."""
@@ -398,9 +443,23 @@ class ShortExchange(msgspec.Struct, eq=False):
                     self.lease.pool.scope_of(self.lease),
                     self.upstream,
                     error,
-                    self.upstream.answered,
+                    self.upstream.answered or not self.upstream.reused,
                 ),
                 name=self.name,
                 stream=self.stream,
             ),
         )
+
+
+class _Relay(msgspec.Struct, eq=False):
+    """What it takes to pass an answer on as it comes."""
+
+    request: PlainRequest
+    sink: ClientSink
+    exchange: Exchange
+
+    def release(self, sweep: Sweep, limits: ForwardLimits) -> None:
+        """Let go of both sides."""
+        sweep.discard(self.exchange)
+        self.exchange.close()
+        self.sink.release(sweep, limits.write_stall_s)

@@ -13,19 +13,18 @@ byte behind, and the upstream allows it: engines drop connections after a stream
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import select
 import socket
 import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final, Protocol, cast
 
 from ..core.headers import AnswerHead, BadHead, Framing
 from ..drivers.base import Endpoint
 from .answer import AnswerReader, KnownHead
+from .dial import attach, connected_here, dial, is_here, refusal
 from .faults import ConnectRefused, ExchangeError, UpstreamProtocolError, UpstreamReset
 from .sweep import Sweep
 
@@ -97,6 +96,9 @@ class UpstreamConnection(asyncio.Protocol):
         self._write_paused = False
         self._read_paused = False
         self._drain: asyncio.Future[None] | None = None
+        self._early: list[bytes | memoryview] | None = []  # until it is made, or will not be
+        self._dialling: asyncio.Task[None] | None = None
+        self._made: asyncio.Future[None] | None = None
 
     # -- for the sender ------------------------------------------------------------------
 
@@ -109,9 +111,17 @@ class UpstreamConnection(asyncio.Protocol):
         self._reader = AnswerReader(method, self._known if method == "POST" else None)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Send a part of the request; a lost connection is reported to the receiver alone."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+        """
+        Send a part of the request; a lost connection is reported to the receiver alone.
+
+        On a connection that is still being made it waits, without a limit.
+        """
+        transport = self._transport
+        if transport is not None:
+            if not transport.is_closing():
+                transport.write(data)
+        elif self._early is not None:
+            self._early.append(data)
 
     def pass_to(self, receiver: Receiver) -> None:
         """Let another receiver go on with the exchange; it is shown the head again."""
@@ -152,6 +162,9 @@ class UpstreamConnection(asyncio.Protocol):
         self._receiver = self._reader = self.straight = None
         if self._transport is not None:
             self._transport.abort()
+        self._early = None
+        if self._dialling is not None:
+            self._dialling.cancel()
 
     def is_fresh(self, now: float, reuse_s: float) -> bool:
         """Whether an idle connection may carry another request."""
@@ -159,21 +172,62 @@ class UpstreamConnection(asyncio.Protocol):
             return False
         # Readable while idle means closed or, worse, bytes that nobody asked for, which would be
         # taken for the next answer. The loop has not seen them yet; the kernel has.
-        return now - self.idle_since < reuse_s and self._poll is not None and not self._poll.poll(0)
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return now - self.idle_since < reuse_s and not self._poll.poll(0)
+
+    # -- while it is being made ----------------------------------------------------------
+
+    async def made(self) -> None:
+        """
+        Wait until it is connected.
+
+        Raises:
+            ConnectRefused: it cannot be.
+        """
+        if self._early is not None:
+            self._made = asyncio.get_running_loop().create_future()
+            await self._made
+
+    def dialled_by(self, dialling: asyncio.Task[None]) -> None:
+        """Let *dialling* connect it."""
+        self._dialling = dialling
+        dialling.add_done_callback(self._dialled)
+
+    def refused(self, failure: Exception) -> None:
+        """It cannot be connected: tell who waits for that, and who waits for an answer."""
+        error = refusal(failure)
+        self._early = None
+        if self._made is not None and not self._made.done():
+            self._made.set_exception(error)
+        self._fail(error)
+
+    def _dialled(self, dialling: asyncio.Task[None]) -> None:
+        self._dialling = None
+        if dialling.cancelled():
+            self.refused(ConnectRefused("unreachable"))
+            return
+        error = dialling.exception()
+        if error is not None:
+            assert isinstance(error, Exception)
+            self.refused(error)
 
     # -- called by the loop --------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
-        sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE:
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._poll = select.poll()
-        self._poll.register(sock.fileno(), select.POLLIN)
+        # (event loops set TCP_NODELAY; and inside of a machine nobody dies unheard)
+        if not is_here(self.key[1]):
+            _keep_alive(transport.get_extra_info("socket"))
         self._client.opened(self)
+        early, self._early = self._early, None
+        if self._made is not None and not self._made.done():
+            self._made.set_result(None)
+        if early is None or self._client.closing:
+            self._transport.abort()  # nobody wants it any more
+        elif early:
+            self._transport.write(b"".join(early))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost(exc)
@@ -263,6 +317,13 @@ class UpstreamConnection(asyncio.Protocol):
             self._drain.set_result(None)
 
 
+def _keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 _Key = tuple[str, str, int, bool]
 
 
@@ -288,8 +349,9 @@ class UpstreamClient:
         self._tls = tls
         self._open: set[UpstreamConnection] = set()
         self._idle: dict[_Key, list[UpstreamConnection]] = {}
-        self._dialling: set[asyncio.Task[UpstreamConnection]] = set()
-        self._closing = False
+        self._dialling: set[asyncio.Task[None]] = set()
+        self.closing = False
+        """Nothing is begun any more."""
 
     @property
     def open_connections(self) -> int:
@@ -315,10 +377,6 @@ class UpstreamClient:
         self._idle.pop(key, None)
         return None
 
-    def give_back(self, connection: UpstreamConnection) -> None:
-        """Undo `take`: the connection rests on, from when it did before."""
-        self._idle.setdefault(connection.key, []).append(connection)
-
     async def connect(self, endpoint: Endpoint) -> UpstreamConnection:
         """
         Open a connection to *endpoint*, trying all addresses of its name.
@@ -326,32 +384,41 @@ class UpstreamClient:
         Raises:
             ConnectRefused: none answered in time.
         """
+        connection = self.open(endpoint)
+        try:
+            await connection.made()
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+        return connection
+
+    def open(self, endpoint: Endpoint) -> UpstreamConnection:
+        """
+        Return a connection that is being made.
+
+        What is written to it meanwhile waits. That it cannot be made is told to its receiver, as
+        `ConnectRefused`, and not before this call is over.
+        """
+        connection = UpstreamConnection(self, _key(endpoint))
+        try:
+            here = connected_here(endpoint)
+        except OSError as failure:
+            self._loop.call_soon(connection.refused, failure)
+            return connection
+        if here is not None:
+            attach(self._loop, here, lambda: connection, connection.refused)
+            return connection
+        if endpoint.tls and self._tls is None:
+            self._tls = ssl.create_default_context()
+        tls = self._tls if endpoint.tls else None
         # A task of its own, since whoever asks may run without one and time limits need one.
-        dialling = self._loop.create_task(self._connect(endpoint))
+        dialling = self._loop.create_task(
+            dial(endpoint, lambda: connection, within_s=self.limits.connect_timeout_s, tls=tls)
+        )
         self._dialling.add(dialling)
         dialling.add_done_callback(self._dialling.discard)
-        try:
-            return await dialling
-        except asyncio.CancelledError:
-            # It may have been connected in the very tick that cancels who asked.
-            if dialling.done() and not dialling.cancelled() and dialling.exception() is None:
-                dialling.result().abort()
-            raise
-
-    async def _connect(self, endpoint: Endpoint) -> UpstreamConnection:
-        try:
-            async with asyncio.timeout(self.limits.connect_timeout_s):
-                return await self._dial(endpoint)
-        except TimeoutError as exc:
-            raise ConnectRefused("timeout") from exc
-        except ConnectionRefusedError as exc:
-            raise ConnectRefused("refused") from exc
-        except (socket.gaierror, UnicodeError) as exc:
-            raise ConnectRefused("unresolved") from exc
-        except ssl.SSLError as exc:
-            raise ConnectRefused("tls") from exc
-        except OSError as exc:
-            raise ConnectRefused("unreachable") from exc
+        connection.dialled_by(dialling)
+        return connection
 
     def drop(self, identity: str) -> None:
         """Close the idle connections to a life of a member that is over."""
@@ -361,7 +428,7 @@ class UpstreamClient:
 
     def close(self) -> None:
         """Close everything; exchanges that still run fail."""
-        self._closing = True
+        self.closing = True
         self._idle.clear()
         for dialling in tuple(self._dialling):
             dialling.cancel()
@@ -388,7 +455,7 @@ class UpstreamClient:
 
     def keep(self, connection: UpstreamConnection) -> bool:
         """Keep an idle connection for another request; False if it must be closed."""
-        if self._closing:
+        if self.closing:
             return False
         connection.idle_since = self._loop.time()
         idle = self._idle.get(connection.key)
@@ -407,49 +474,6 @@ class UpstreamClient:
             with suppress(ValueError):
                 idle.remove(connection)
 
-    # -- private -------------------------------------------------------------------------
-
-    async def _dial(self, endpoint: Endpoint) -> UpstreamConnection:
-        key = _key(endpoint)
-        tls: ssl.SSLContext | None = None
-        if endpoint.tls:
-            if self._tls is None:
-                self._tls = ssl.create_default_context()
-            tls = self._tls
-        addresses = [endpoint.host]
-        if not _is_address(endpoint.host):
-            found = await self._loop.getaddrinfo(
-                endpoint.host, endpoint.port, type=socket.SOCK_STREAM
-            )
-            addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-        deadline = self._loop.time() + self.limits.connect_timeout_s
-        for left in range(len(addresses), 0, -1):
-            # An address that swallows packets gets its share of the time, not all of it.
-            share = (deadline - self._loop.time()) / left if left > 1 else None
-            try:
-                async with asyncio.timeout(share):
-                    _, connection = await self._loop.create_connection(
-                        lambda: UpstreamConnection(self, key),
-                        addresses[-left],
-                        endpoint.port,
-                        ssl=tls,
-                        server_hostname=endpoint.host if tls else None,
-                    )
-                    return connection
-            except OSError:
-                if left == 1:
-                    raise
-        raise ConnectRefused("unresolved")
-
 
 def _key(endpoint: Endpoint) -> _Key:
     return (endpoint.identity, endpoint.host, endpoint.port, endpoint.tls)
-
-
-@lru_cache(maxsize=256)
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

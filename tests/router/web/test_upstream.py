@@ -89,6 +89,17 @@ async def test_given_a_rest_that_was_too_long_then_the_connection_is_closed() ->
 
 
 @on_both_loops
+async def test_given_a_connection_then_small_writes_are_not_held_back() -> None:
+    async with RawUpstream(replies(answer(b"ok"))) as up, Relay(up.port) as relay:
+        connection = await relay.client.connect(relay.endpoint())
+        assert connection._transport is not None
+        sock = connection._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+        connection.abort()
+        await relay.until(lambda: relay.client.open_connections == 0)
+
+
+@on_both_loops
 async def test_given_another_life_of_a_member_then_its_connections_are_not_used() -> None:
     async with RawUpstream(replies(answer(b"ok"))) as up, Relay(up.port) as relay:
         async with await RawClient.connect(relay.port) as client:
