@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 KINDS = ("md", "mdep", "modeldeployment", "modeldeployments")
 RECORD = "modelpool.dev/replacements"
-TROUBLES = ("Accepted", "Rendered", "Stalled", "QuotaReserved")
+TROUBLES = ("Accepted", "Rendered", "Stalled", "QuotaReserved", "ReplicasUpToDate")
 """Conditions that say why nothing goes on, in the order in which they are looked at."""
 
 
@@ -125,6 +125,8 @@ def account(deployment: Json, events: Sequence[Json], now: datetime) -> Json:
 
 
 def _is_bad(kind: str, condition: Mapping[str, Any]) -> bool:
+    if condition.get("reason") == "ReplacementBlocked":
+        return kind == "Stalled"  # the others say the same
     return bool(condition["status"] == ("True" if kind == "Stalled" else "False"))
 
 
@@ -240,4 +242,5 @@ def _slot_lines(slot: Mapping[str, Any]) -> list[str]:
         lines.append(f"    {slot['made']} of {slot['wanted']} new members, {workload}")
     if slot["waits"]:
         lines.append(f"    waits: {slot['waits']}")
+    lines.append(f"    until it is done no other replica of role {slot['role']} is replaced")
     return lines

@@ -72,6 +72,9 @@ async def test_t18_an_evicted_sibling_stops_the_rollout_and_returns_with_the_new
     assert lab.uids(1) == healthy and lab.record is None
     returned = lab.pods(0)[0]
     assert returned["spec"]["containers"][0]["image"] == "engine:2"
+    status, reason, message = lab.condition("ReplicasUpToDate")
+    assert (status, reason) == ("False", "RolloutInProgress")
+    assert "server 1; the next one of server is given up when every replica" in message
 
     lab.kueue.may_reserve = True
     await lab.settle()

@@ -56,6 +56,25 @@ async def test_a_replacement_that_waits_is_told_with_what_it_waits_for() -> None
     why = "couldn't assign flavors: insufficient unused quota in queue-a"
     assert f"waits: Workload {lab.group(1)} is not admitted yet: {why}" in text
     assert "QuotaReserved: Pending" in text
+    assert "no other replica of role server is replaced" in text
+
+
+async def test_a_rollout_that_waits_for_a_sibling_is_told_with_the_sibling() -> None:
+    lab = Told(role(replicas=2))
+    await lab.settle()
+    lab.set_quota("a", 1)
+    lab.kueue.evict(NAMESPACE, lab.group(0))
+    lab.move()
+    lab.edit(image="engine:2")
+    for _ in range(3):
+        await lab.look()
+        lab.move()
+
+    text = trace.told(await trace.gather(lab.cluster.port("me"), NAMESPACE, "chat"))
+
+    assert "nothing is being replaced" in text
+    assert "waiting for quota: replica 0 of role server" in text
+    assert "the next one of server is given up when every replica of the role is admitted" in text
 
 
 async def test_the_history_of_one_replacement_is_in_the_order_of_its_steps() -> None:

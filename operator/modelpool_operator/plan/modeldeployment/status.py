@@ -198,6 +198,12 @@ def _up_to_date(
     outdated = [f"{role.name} {role.outdated}" for role in roles if role.outdated]
     if outdated:
         text = f"replicas of an older configuration, replaced one by one: {', '.join(outdated)}"
+        held = [plan.name for plan in plans if _is_held(plan)]
+        if held:
+            text += (
+                f"; the next one of {', '.join(held)} is given up when every replica of the role "
+                "is admitted"
+            )
         return kind, False, Reason.ROLLOUT_IN_PROGRESS, text
     short = [
         plan.name
@@ -211,6 +217,16 @@ def _up_to_date(
     if not any(plan.replicas for plan in plans):
         return kind, Status.UNKNOWN, Reason.ROLLOUT_NOT_OBSERVED, "no replica stands"
     return kind, True, Reason.UP_TO_DATE, ""
+
+
+def _is_held(plan: RolePlan) -> bool:
+    """Whether healthy replicas would be replaced and have to wait for others to be admitted."""
+    asked = [each for each in plan.replicas if each.ordinal < plan.count]
+    return (
+        plan.slot is None
+        and any(each.is_outdated for each in asked)
+        and sum(each.is_admitted for each in asked) < plan.count
+    )
 
 
 def _quota(plans: Sequence[RolePlan], workloads: Sequence[Workload]) -> _Said:
