@@ -217,10 +217,10 @@ class LeaseKeeper:
                         await self._wake.wait()
         finally:
             self._is_running = False
-            self._fail_orders("the router stops")
+            self._fail_orders("it is given back")
             if release:
                 await self._release()
-            self._lose("the router stops")
+            self._lose("it is given back")
 
     # The task
 
