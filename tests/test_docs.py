@@ -94,6 +94,23 @@ def test_every_alert_has_an_entry_in_the_runbook() -> None:
         assert url.removeprefix(RUNBOOK) in anchors(runbook)
 
 
+def test_the_overlay_of_the_installation_fits_the_base() -> None:
+    text = (ROOT / "docs" / "install-kubernetes.md").read_text("utf-8")
+    shown = re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)
+    overlay = next(yaml.safe_load(each) for each in shown if "kind: Kustomization" in each)
+    (patch,) = yaml.safe_load(overlay["patches"][0]["patch"])
+    path = ROOT / "manifests" / "operator" / "deployment.yaml"
+    operator = yaml.safe_load(path.read_text("utf-8"))
+    container = operator["spec"]["template"]["spec"]["containers"][0]
+
+    assert overlay["patches"][0]["target"]["name"] == operator["metadata"]["name"]
+    assert overlay["images"][0]["name"] == container["image"].partition(":")[0]
+    assert patch["path"] == "/spec/template/spec/containers/0/args/0"
+    flag = f"--router-image={container['image']}"
+    assert container["args"][0] == flag
+    assert patch["value"].partition("=")[0] == flag.partition("=")[0]
+
+
 def test_the_page_of_the_installation_names_every_right() -> None:
     text = (ROOT / "docs" / "install-kubernetes.md").read_text("utf-8")
     of_operator, _, of_router = text.partition("Each router, Role named like")
