@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kubeworld import KubeWorld, Watchman
+from kubeworld import NAMESPACE, KubeWorld, Watchman
 from memcluster import MemPort, Write
+from modelpool_kube.kinds import PODS, Json
 from modelpool_kube.record import Phase
 from modelpool_router.core.commands import RefusalCode
 from modelpool_router.core.spec import HoldLedger, MemberName, MemberSpec, PoolName, PoolSpec
@@ -229,3 +230,58 @@ async def test_a_short_outage_interrupts_no_hold() -> None:
         world.cluster.down = False
 
         assert await waiting == "ok"
+
+
+async def test_no_warm_request_awaits_the_api_server() -> None:
+    async with routers("router-1") as made:
+        world, router = made
+        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+        assert await router.use(ALPHA) == "ok"
+        loop = asyncio.get_running_loop()
+        # From now on it takes in every request and answers none.
+        router.port.paused = asyncio.Event()
+        began = loop.time()
+
+        answers = [await router.use(ALPHA) for _ in range(500)]
+
+        assert set(answers) == {"ok"}
+        assert loop.time() - began < 0.1
+        router.port.paused.set()
+
+
+async def test_a_default_that_cannot_start_keeps_nobody_from_the_slot() -> None:
+    async with routers("router-1", default=ALPHA) as made:
+        world, router = made
+        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+        world.failing.add("alpha")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        assert await router.use(BETA) == "ok"
+
+        assert loop.time() - began < 60
+        refused = loop.time()
+        assert await router.use(ALPHA) in (RefusalCode.MEMBER_FAILED, RefusalCode.MEMBER_BACKOFF)
+        assert loop.time() - refused < 10
+        assert await router.use(BETA) == "ok"
+
+
+async def test_a_resident_whose_pod_is_deleted_is_loaded_again_for_the_next_request() -> None:
+    async with routers("router-1") as made:
+        world, router = made
+        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+        assert await router.use(ALPHA) == "ok"
+        await asyncio.sleep(120)  # sooner, its end would count as a failed load
+        first = world.pod("alpha")["metadata"]
+        world.cluster.remove(PODS, NAMESPACE, first["name"])
+
+        assert await router.use(ALPHA, budget_s=60.0) == "ok"
+
+        # It may have been served by the Pod that is going; the next one is not.
+        await until(lambda: not any(p["metadata"]["uid"] == first["uid"] for p in _pods(world)))
+        assert await router.use(ALPHA, budget_s=60.0) == "ok"
+        assert world.pod("alpha")["metadata"]["uid"] != first["uid"]
+
+
+def _pods(world: KubeWorld) -> list[Json]:
+    return world.pods("alpha")
