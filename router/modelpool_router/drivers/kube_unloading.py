@@ -98,6 +98,41 @@ class Unloading(Loading):
             await self._actuator.unmark(spec.slot_member, begun.epoch)
             self._leaving.pop(member, None)
 
+    def _dismiss(self) -> None:
+        """Let go of members that were removed and are not up: nobody asks for their end."""
+        if not self._is_adopted or not self._keeper.is_held or self._is_retired:
+            return
+        for name, spec in self._leaving.items():
+            life = self._lives.get(name)
+            is_up = life is not None and life.spec.slot_member == spec.slot_member
+            if not is_up and name not in self._dismissing:
+                self._dismissing.add(name)
+                self._own(self._dismissed(name, spec), f"let go of {name}")
+
+    async def _dismissed(self, name: MemberName, spec: KubeMember) -> None:
+        async def attempt() -> str | None:
+            async with self._act:
+                self._refuse_withheld()
+                begun = self._current() or await self._epoch_for(spec, lambda record: record)
+                found = await self._look_gone(spec, begun)
+                if isinstance(found, Gone):
+                    return None
+                if found.reason == "NotScaledDown":
+                    await self._stop_stray(spec, begun)
+            return f"{name} is not gone: {found.detail}"
+
+        def check() -> None:
+            if not self._is_adopted or self._is_retired or self._leaving.get(name) is not spec:
+                raise DriverUnavailable(f"{name} is nothing of ours to let go of")
+
+        try:
+            # Whatever is in the way now is looked at again in a moment.
+            with suppress(DriverUnavailable, KubeError):
+                await self._repeat(attempt, check=check, limit_s=self._limits.gone_s)
+                await self._let_go(name)
+        finally:
+            self._dismissing.discard(name)
+
     async def _unmark_all(self) -> None:
         async with self._act:
             begun = await self._epoch_for(self, lambda record: record)

@@ -113,6 +113,8 @@ class KubernetesDriver(Adopting):
                 del self._leaving[name]
         self._begun = None  # an epoch is begun when its mark is on *every* member
         old_watch, self._watch = self._watch, self._new_watch()
+        for life in self._lives.values():
+            life.is_watched = False  # the new watch has seen nothing yet
         self._own(old_watch.close(), "end of a watch")
         self._judge_members()
 
@@ -241,6 +243,7 @@ class KubernetesDriver(Adopting):
             await asyncio.sleep(self._limits.look_s)
             self._judge_members()
             self._judge()
+            self._dismiss()
             view = self._view() if self._is_adopted and self._keeper.is_held else None
             if view is not None and view.state is not SlotState.STARTING:
                 await self._publish(view)

@@ -18,7 +18,7 @@ from memcluster import Trail
 from memcontrollers import OUT_OF_SERVICE, node, pod_spec
 from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
 from modelpool_kube import errors
-from modelpool_kube.kinds import AUTOSCALERS, DEPLOYMENTS, LEASES, NODES, PODS, annotation
+from modelpool_kube.kinds import AUTOSCALERS, DEPLOYMENTS, LEASES, NODES, PODS, Json, annotation
 from modelpool_kube.record import Phase
 from modelpool_router.core.events import Idleness
 from modelpool_router.core.spec import MemberName
@@ -804,6 +804,49 @@ async def test_a_removed_member_is_taken_down_and_loses_its_mark(bench: Bench) -
         annotation(bench.world.cluster.must(DEPLOYMENTS, NAMESPACE, "beta"), SLOT_ANNOTATION)
         is None
     )
+
+
+async def test_a_stopped_member_that_is_removed_loses_its_mark_and_the_resident_stays(
+    bench: Bench,
+) -> None:
+    driver = await bench.started()
+    endpoint = await driver.activate(ALPHA)
+    cluster = bench.world.cluster
+    assert annotation(cluster.must(DEPLOYMENTS, NAMESPACE, "beta"), SLOT_ANNOTATION) is not None
+
+    driver.update({ALPHA: bench.world.specs()[ALPHA]}, default=None)
+    await until(
+        lambda: annotation(cluster.must(DEPLOYMENTS, NAMESPACE, "beta"), SLOT_ANNOTATION) is None
+    )
+    trail = Trail(cluster)
+    await asyncio.sleep(60)
+
+    assert (await driver.observe())[ALPHA] == endpoint
+    assert bench.losses == []
+    record = bench.world.record()
+    assert (record.owner, record.target, record.phase) == ("alpha", None, Phase.RESIDENT)
+    assert [w for w in trail.new("router-1") if w.kind == DEPLOYMENTS] == []
+
+
+async def test_a_change_of_the_members_is_no_loss_of_the_resident(bench: Bench) -> None:
+    """Its Pod may be the last one that the new watch gets to see."""
+    world = bench.world
+    other: Json = {
+        "metadata": {"name": "a-first", "namespace": NAMESPACE},
+        "spec": {"containers": [{"name": "main", "image": "other"}]},
+    }
+    world.cluster.put(PODS, NAMESPACE, other)
+    driver = bench.driver()
+    driver.update({ALPHA: world.specs()[ALPHA]}, default=None)
+    await driver.observe()
+    endpoint = await driver.activate(ALPHA)
+    await asyncio.sleep(30)
+
+    driver.update(world.specs(), default=None)
+    await asyncio.sleep(30)
+
+    assert bench.losses == []
+    assert (await driver.observe())[ALPHA] == endpoint
 
 
 async def test_a_pool_that_is_removed_moves_no_replica_and_leaves_no_mark(bench: Bench) -> None:
