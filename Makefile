@@ -96,7 +96,7 @@ bench-full: $(VENV)/.made-run ## All peers, shapes, memory, start, counters, swa
 	$(BIN)/python benchmarks/cold.py --out $(BENCH_OUT).cold
 	$(BIN)/python benchmarks/instructions.py --out $(BENCH_OUT).instructions
 	$(BIN)/python benchmarks/syscalls.py --out $(BENCH_OUT).syscalls
-	$(BIN)/python benchmarks/swap.py --pages benchmarks/.build --out $(BENCH_OUT).swap
+	$(BIN)/python benchmarks/swap.py --pages benchmarks/.build --out $(BENCH_OUT).swap $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER) --gguf $(GGUF))
 	cat $(BENCH_OUT).* >> $(BENCH_OUT) && rm $(BENCH_OUT).*
 	$(BIN)/python benchmarks/report.py $(BENCH_OUT)
 

@@ -1,12 +1,12 @@
 """
 Reads results (JSON lines of run.py, hold.py, cold.py) and prints tables; tells which goals hold.
 
-    python benchmarks/report.py benchmarks/results/*.jsonl [--must]
+    python benchmarks/report.py benchmarks/results/*.jsonl [--must] [--into README.md]
 
 The figure of a shape is the smallest over the rounds: whatever else ran on the machine can only
 have added to it. The ratio is that of two such minima; beside it stands the median of the ratios
 within each round. With --must the exit code is 1 when a `must` does not hold, or a window had
-errors.
+errors. With --into the part of a page between two marks is written anew.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ from shapes import SHAPES
 OURS = "modelpool"
 DIRECT = "upstream alone"
 _FIELD = {"answer": "us_per_answer", "chunk": "us_per_chunk", "first byte": "first_p50_us"}
+
+BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
+"""What is between these in a page is ours; see `write_into`."""
+BRIEF = ("1 KB x 64", "SSE 100 x 50/s", "first SSE byte", "hold 5000 x 1 KB", "cold start")
+"""Columns of the short table."""
 
 Cells = dict[tuple[str, str], dict[int, float]]
 """(shape, contender) to figure by round."""
@@ -68,7 +73,7 @@ def read(lines: Iterable[str]) -> Results:
             continue
         fields = json.loads(line)
         if "machine" in fields:
-            machine = fields["machine"]
+            machine = machine or fields["machine"]
             versions |= fields["versions"]
             continue
         windows.append(fields)
@@ -123,7 +128,7 @@ def goal_table(cells: Cells) -> tuple[list[str], bool]:
         "| measure | ratio to | best / best | median | must | goal | holds |",
         "|---|---|---|---|---|---|---|",
     ]
-    holds = True
+    holds, marks = True, dict[str, str]()
     for goal in GOALS:
         found = {shape: ratio(cells, goal, shape) for shape in goal.shapes}
         known = {shape: each for shape, each in found.items() if each is not None}
@@ -131,20 +136,29 @@ def goal_table(cells: Cells) -> tuple[list[str], bool]:
             continue
         shape, worst = max(known.items(), key=lambda item: item[1].of_minima)
         title = goal.title if len(goal.shapes) == 1 else f"{goal.title} ({shape})"
+        if goal.raised:
+            title += " " + marks.setdefault(goal.raised, "*" * (len(marks) + 1)).replace("*", r"\*")
         word = verdict(worst.of_minima, goal)
         holds = holds and word != "MISSED"
         lines.append(
             f"| {title} | {goal.peer} | {worst.of_minima:.2f} | {worst.median:.2f} "
             f"| {goal.must:g} | {goal.goal:g} | {word} |"
         )
+    for raised, mark in marks.items():
+        stars = mark.replace("*", r"\*")
+        lines += ["", f"{stars} {raised} above their defaults, which this many would meet."]
     return lines, holds
 
 
-def cost_table(cells: Cells, versions: Mapping[str, str]) -> list[str]:
+def cost_table(
+    cells: Cells, versions: Mapping[str, str], only: Sequence[str] | None = None
+) -> list[str]:
     """Return the smallest figures as Markdown: a row per contender, a column per shape."""
     shapes = [name for name in SHAPES if any(shape == name for shape, _ in cells)]
     shapes += sorted({shape for shape, _ in cells} - set(SHAPES))
-    contenders = list(dict.fromkeys(contender for _, contender in cells))
+    if only is not None:
+        shapes = [shape for shape in only if shape in shapes]
+    contenders = list(dict.fromkeys(who for shape, who in cells if shape in shapes))
     contenders.sort(key=lambda name: (name != DIRECT, name == OURS))
     lines = [
         "| | " + " | ".join(shapes) + " |",
@@ -160,14 +174,53 @@ def cost_table(cells: Cells, versions: Mapping[str, str]) -> list[str]:
     return lines
 
 
+def machine_line(machine: Mapping[str, Any]) -> str:
+    """Return when and where it was measured."""
+    return (
+        f"{machine.get('date', '')}, {machine.get('cpu', '')}, {machine.get('cores', '')} cores, "
+        f"Linux {machine.get('kernel', '')}, Python {machine.get('python', '')}"
+        + ("" if machine.get("pinned", True) else ", **not pinned: take it with caution**")
+    )
+
+
+def brief(results: Results) -> str:
+    """Return what belongs on the front page: where, with what, and the two short tables."""
+    goals, _ = goal_table(results.cells)
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    return "\n".join(
+        [
+            f"{machine_line(results.machine)}; {versions}.",
+            "",
+            *goals,
+            "",
+            "The same in absolute figures of this machine: microseconds of CPU time per request "
+            "and per chunk, microseconds to the first byte, bytes of memory, seconds.",
+            "",
+            *cost_table(results.cells, results.versions, BRIEF),
+            "",
+        ]
+    )
+
+
+def write_into(page: Path, text: str) -> None:
+    """
+    Put *text* between the marks of *page*.
+
+    Raises:
+        ValueError: it has none.
+    """
+    before, begin, rest = page.read_text("utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} has no lines {BEGIN.strip()} and {END.strip()}")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
 def summary(results: Results) -> tuple[str, bool]:
     """Return the whole report as Markdown, and whether it can be called a pass."""
     goals, holds = goal_table(results.cells)
-    machine = results.machine
     lines = [
-        f"{machine.get('date', '')}, {machine.get('cpu', '')}, {machine.get('cores', '')} cores, "
-        f"Linux {machine.get('kernel', '')}, Python {machine.get('python', '')}"
-        + ("" if machine.get("pinned", True) else ", **not pinned: take it with caution**"),
+        machine_line(results.machine),
         "",
         *goals,
         "",
@@ -206,10 +259,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().split("\n\n")[0])
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--must", action="store_true", help="exit 1 unless every must holds")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="put the short form there")
     options = parser.parse_args()
     lines = [line for path in options.files for line in path.read_text("utf-8").splitlines()]
-    text, passed = summary(read(lines))
+    results = read(lines)
+    text, passed = summary(results)
     print(text)
+    if options.into is not None:
+        write_into(options.into, brief(results))
     sys.exit(1 if options.must and not passed else 0)
 
 
