@@ -147,6 +147,7 @@ class Reason(StrEnum):
     PINNED = "Pinned"
     AS_SPECIFIED = "AsSpecified"
     MISSING_POOLS = "MissingPools"
+    DUPLICATE_NAMES = "DuplicateNames"
     # ModelDeployment
     VALID = "Valid"
     INVALID = "Invalid"

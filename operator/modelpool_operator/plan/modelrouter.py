@@ -42,7 +42,7 @@ from modelpool_kube.kinds import (
 )
 from modelpool_kube.slotrules import Member
 
-from . import render
+from . import render, routednames
 from .inferenceservice import resources
 from .model import Action, Happened, Owner, Plan, patch_of
 
@@ -418,6 +418,9 @@ def _status(seen: ObservedRouter, taken: list[str]) -> ModelRouterStatus:
             f"namespace {meta.namespace}, or take them out. Their models are unknown until then"
         )
         put(ConditionType.POOLS_RESOLVED, False, Reason.MISSING_POOLS, lost)
+    elif clashes := routednames.clashes(seen.router, seen.pools):
+        lost = "; ".join(clashes)
+        put(ConditionType.POOLS_RESOLVED, False, Reason.DUPLICATE_NAMES, lost)
     else:
         lost = ""
         put(
@@ -457,8 +460,9 @@ def _status(seen: ObservedRouter, taken: list[str]) -> ModelRouterStatus:
     elif ready < wanted:
         phase, word = RouterPhase.PROVISIONING, Reason.PROGRESSING
         message = f"{ready} of {wanted} are ready"
-    elif missing:
-        phase, message, word = RouterPhase.DEGRADED, lost, Reason.MISSING_POOLS
+    elif lost:
+        word = Reason.MISSING_POOLS if missing else Reason.DUPLICATE_NAMES
+        phase, message = RouterPhase.DEGRADED, lost
     else:
         phase, message, word = RouterPhase.READY, None, Reason.AVAILABLE
     is_available = not taken and ready >= wanted and seen.child(DEPLOYMENTS) is not None

@@ -23,6 +23,8 @@ from modelpool_kube.kinds import (
     SERVICES,
     Json,
 )
+from modelpool_router.app import modelpools
+from modelpool_router.settings import ConfigError, Settings, from_mapping
 from operatorworld import IMAGE, NS, OperatorWorld
 
 pytestmark = pytest.mark.looptime(idle_timeout=100_000)
@@ -245,6 +247,66 @@ async def test_given_pools_that_do_not_exist_then_they_are_named_and_the_router_
     world.pool("gpu0", "coder")
     world.pool("gpu1", {"name": "x", "deploymentRef": {"name": "other"}})
     await world.run(until=phase(world, "Ready"))
+
+
+async def test_given_upstreams_of_one_name_then_they_are_told(world: OperatorWorld) -> None:
+    upstreams = [
+        {"name": "a", "url": "http://h", "models": ["gpt"]},
+        {"name": "b", "url": "http://h", "models": ["gpt"]},
+    ]
+    router(world, upstreams=upstreams)
+    world.start()
+
+    await world.run(until=phase(world, "Degraded"))
+
+    said = world.condition("PoolsResolved", "front", MODEL_ROUTERS)
+    assert said["reason"] == "DuplicateNames"
+    assert said["message"] == (
+        "upstream b keeps the router from taking this configuration, because clients could mean "
+        "two things by gpt (of upstream a); change spec.upstreams[].name or its models"
+    )
+    with pytest.raises(ConfigError, match="gpt"):
+        from_mapping(config(world))
+
+
+async def test_given_names_that_clash_then_they_are_told_and_the_router_leaves_out_the_same(
+    world: OperatorWorld,
+) -> None:
+    for name in ("coder", "judge", "poet", "clerk"):
+        world.member(name)
+    profile = {"profile": "llama-server"}
+    aliased = {"deploymentRef": {"name": "judge"}, "models": ["coder"], **profile}
+    twice = [
+        {"deploymentRef": {"name": "poet"}, "models": ["rhyme"], **profile},
+        {"deploymentRef": {"name": "clerk"}, "models": ["rhyme"], **profile},
+    ]
+    world.pool("gpu0", "coder")
+    world.pool("gpu1", aliased)
+    world.pool("gpu2", *twice)
+    router(world, pools=[{"name": f"gpu{index}"} for index in range(3)])
+    world.start()
+
+    await world.run(until=phase(world, "Degraded"))
+
+    said = world.condition("PoolsResolved", "front", MODEL_ROUTERS)
+    assert said["reason"] == "DuplicateNames"
+    assert "ModelPool gpu1 is left out" in said["message"]
+    assert "by coder (of ModelPool gpu0); change spec.members[].name" in said["message"]
+    assert "ModelPool gpu2 is left out" in said["message"]
+    assert "rhyme (twice in it)" in said["message"]
+    pools = {
+        each["metadata"]["name"]: modelpools.pool_of(each, {})
+        for each in world.cluster.all(MODEL_POOLS)
+    }
+    served = modelpools.beside(Settings.model_validate({}), pools)
+    assert [each.name for each in served.pools] == ["gpu0"]
+
+    change = {"spec": {"members": [{**aliased, "models": ["critic"]}]}}
+    world.cluster.edit(MODEL_POOLS, NS, "gpu1", change)
+    world.cluster.edit(MODEL_POOLS, NS, "gpu2", {"spec": {"members": twice[:1]}})
+    await world.run(until=phase(world, "Ready"))
+    said = world.condition("PoolsResolved", "front", MODEL_ROUTERS)
+    assert said["reason"] == "AllResolved"
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import typer
 
+import memroles
 from kubeworld import LEASE, NAMESPACE, KubeWorld
-from memcluster import MemCluster
+from memcluster import MemCluster, Request
 from memcontrollers import deployment, pod_spec
 from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
 from modelpool_api.v1alpha1.modelpool import ModelPool
@@ -21,6 +22,7 @@ from modelpool_kube.kinds import (
     DEPLOYMENTS,
     EVENTS,
     LEASES,
+    MEMBER_KINDS,
     PODS,
     Json,
     annotation,
@@ -33,6 +35,7 @@ from modelpool_router.cli.cluster_look import (
     PoolPlace,
     examine,
     guess_profile,
+    needed_rights,
     slot_line,
     slots,
     why_not,
@@ -72,6 +75,20 @@ async def test_a_cluster_in_order_has_nothing_wrong() -> None:
     assert "Deployment lab/a can be a member; it asks for 0" in said
     assert "all 17 rights" in said
     assert {write.kind for write in made.writes} == {DEPLOYMENTS, ACCESS_REVIEWS}
+
+
+@pytest.mark.parametrize("kind", sorted(MEMBER_KINDS))
+def test_what_a_router_needs_is_what_its_role_allows(kind: str) -> None:
+    members = (Member("a", MEMBER_KINDS[kind], "lab", "a"),)
+    ref = {kind[0].lower() + kind[1:] + "Ref": {"name": "a"}}
+    role = memroles.of_router("lab", "gpu0", [ref])
+    needed = needed_rights(PoolPlace("gpu0", "lab", members))
+
+    for verb, asked, namespace, name in needed:
+        assert role(Request(1, verb, asked, namespace, name)), f"{verb} {asked.plural} {name}"
+    # And the other way round, but for the ModelPools, which doctor cannot do without itself.
+    verbs = {(verb, asked.plural) for verb, asked, _, _ in needed}
+    assert {pair for pair in role.pairs() if pair[1] != "modelpools"} == verbs
 
 
 async def test_what_is_wrong_with_members_is_told_with_the_way_out() -> None:
