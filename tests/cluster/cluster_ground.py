@@ -6,13 +6,14 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 from cluster_kubectl import Kubectl, Object, until
 from cluster_objects import GPU, deployment, member_container
-from cluster_router import Front
+from cluster_router import Answer, Front
 from harness import Cluster
 
 VERSION = "modelpool.dev/v1alpha1"
@@ -22,23 +23,18 @@ INSTANCE = "app.kubernetes.io/instance"
 ROUTER_PORT = 18180
 
 
-class PodWatch:
+class Watch:
     """
-    A watch of the Pods of one namespace: what came and went, in the order of the API server.
+    A watch by kubectl: *take* is given every change and the object, in the server's order.
 
-    Attributes:
-        told: ``+name`` for a Pod that came into being, ``-name`` for one that is gone; the name
-            is that of the workload above it.
+    It runs in a thread of its own until `close`.
     """
 
-    def __init__(self, kubectl: Kubectl, namespace: str, *labels: str) -> None:
-        self.told: list[str] = []
-        self._alive: dict[str, str] = {}
-        self._together: list[set[str]] = []
-        only = [word for label in labels for word in ("-l", label)]
-        words = ("get", "pods", "-n", namespace, "-w", "--output-watch-events", "-o", "json")
+    def __init__(self, kubectl: Kubectl, *what: str, take: Callable[[str, Object], None]) -> None:
+        self._take = take
+        words = ("get", *what, "-w", "--output-watch-events", "-o", "json")
         self._process = subprocess.Popen(
-            [str(kubectl.program), *words, *only],
+            [str(kubectl.program), *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=kubectl.environ(),
@@ -63,28 +59,51 @@ class PodWatch:
                 rest = rest.lstrip()[end:]
                 self._take(event["type"], event["object"])
 
-    def _take(self, change: str, pod: Object) -> None:
-        uid, name = pod["metadata"]["uid"], workload_of(pod)
-        if change == "DELETED":
-            if self._alive.pop(uid, None) is not None:
-                self.told.append(f"-{name}")
-        elif uid not in self._alive:
-            self._alive[uid] = name
-            self.told.append(f"+{name}")
-        if len(self._alive) > 1:
-            self._together.append(set(self._alive.values()))
-
-    @property
-    def overlaps(self) -> list[set[str]]:
-        """Workloads that had Pods at the same time; of one workload with two Pods its name."""
-        return list(self._together)
-
     def close(self) -> None:
         """End the watch, after everything that has happened by now was seen."""
         time.sleep(0.3)  # events are on their way for less than that
         self._process.terminate()
         self._reading.join()
         self._process.wait(10)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+class Pods:
+    """
+    What became of the Pods of a namespace, as a watch tells it.
+
+    Attributes:
+        told: ``+name`` for a Pod that came into being, ``-name`` for one that is gone; the name
+            is that of the workload above it.
+        overlaps: Workloads that had Pods at the same time; of one with two Pods its name.
+    """
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.overlaps: list[set[str]] = []
+        self._alive: dict[str, str] = {}
+
+    def take(self, change: str, pod: Object) -> None:
+        """Take in a change."""
+        uid, name = pod["metadata"]["uid"], workload_of(pod)
+        if change == "DELETED" or is_over(pod):
+            if self._alive.pop(uid, None) is not None:
+                self.told.append(f"-{name}")
+        elif uid not in self._alive:
+            self._alive[uid] = name
+            self.told.append(f"+{name}")
+        if len(self._alive) > 1:
+            self.overlaps.append(set(self._alive.values()))
+
+
+def is_over(pod: Object) -> bool:
+    """Whether nothing of a Pod runs any more, though its object may still be there."""
+    status = pod.get("status", {})
+    containers = status.get("containerStatuses", [])
+    return status.get("phase") in ("Succeeded", "Failed") and all(
+        "terminated" in each.get("state", {}) for each in containers
+    )
 
 
 def workload_of(pod: Object) -> str:
@@ -93,16 +112,40 @@ def workload_of(pod: Object) -> str:
     return str(labels.get("app") or labels.get(INSTANCE) or pod["metadata"]["name"])
 
 
+MEMBERS = ("-l", "app.kubernetes.io/component!=router")
+ROUTERS = ("-l", "app.kubernetes.io/component=router")
+
+
 @contextmanager
-def one_at_a_time(kubectl: Kubectl, namespace: str, *labels: str) -> Iterator[PodWatch]:
+def one_at_a_time(kubectl: Kubectl, namespace: str, *labels: str) -> Iterator[Pods]:
     """Watch Pods all the while; insist that no two of them ever existed at the same time."""
-    watch = PodWatch(kubectl, namespace, *labels)
+    seen = Pods()
+    watch = Watch(kubectl, "pods", "-n", namespace, *(labels or MEMBERS), take=seen.take)
     try:
-        yield watch
+        yield seen
     finally:
         watch.close()
-    assert watch.overlaps == []
-    assert watch.told, "nothing was watched"
+    assert seen.overlaps == []
+    assert seen.told, "nothing was watched"
+
+
+@contextmanager
+def watched(
+    kubectl: Kubectl, *what: str, of: Callable[[Object], str | None]
+) -> Iterator[list[str]]:
+    """Watch objects all the while: what *of* returns of them, without repetitions and Nones."""
+    said: list[str] = []
+
+    def take(change: str, obj: Object) -> None:
+        word = of(obj)
+        if word is not None and said[-1:] != [word]:
+            said.append(word)
+
+    watch = Watch(kubectl, *what, take=take)
+    try:
+        yield said
+    finally:
+        watch.close()
 
 
 class Ground:
@@ -186,6 +229,10 @@ class Ground:
         """An object of the namespace; empty when it is not there."""
         return self.kubectl.get(*args, "-n", self.namespace)
 
+    def items_of(self, kind: str) -> list[Object]:
+        """All objects of a kind."""
+        return self.kubectl.items(kind, "-n", self.namespace)
+
     def status(self, pool: str = "gpu0") -> Object:
         """The status of a ModelPool."""
         found: Object = self.get("modelpool", pool).get("status", {})
@@ -226,6 +273,14 @@ class Ground:
         """What changes when anybody changes the spec of an object, or its mark."""
         return [(self.get(each)["metadata"]["generation"], self.mark(each)) for each in what]
 
+    def router_said(self, event: str) -> int:
+        """How often the router of the ModelRouter said something, in this life of it."""
+        pods = [each for each in self.pods("front") if not is_ending(each)]
+        if len(pods) != 1:
+            return 0
+        text = self.kubectl("logs", pods[0]["metadata"]["name"], "-n", self.namespace)
+        return text.count(f'"event": "{event}') + text.count(f'"event":"{event}')
+
     def pods(self, workload: str) -> list[Object]:
         """The Pods of a workload."""
         listed = self.kubectl.items("pods", "-n", self.namespace)
@@ -242,14 +297,52 @@ class Ground:
         def ready() -> Object | None:
             if self.get("mrouter", "front").get("status", {}).get("phase") != "Ready":
                 return None
-            pods = [each for each in self.pods("front") if not is_ending(each)]
-            return pods[0] if len(pods) == 1 else None
+            pods = self.pods("front")
+            return pods[0] if len(pods) == 1 and is_ready(pods[0]) else None
 
         found = until(ready, "the router is ready", timeout_s)
         assert found is not None
         return Front(f"{found['status']['podIP']}:{ROUTER_PORT}")
 
 
+def is_ready(pod: Object) -> bool:
+    """Whether a Pod is ready, and stays."""
+    conditions = pod.get("status", {}).get("conditions", [])
+    ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+    return ready and not is_ending(pod)
+
+
 def is_ending(obj: Object) -> bool:
     """Whether *obj* was asked to go."""
     return "deletionTimestamp" in obj["metadata"]
+
+
+def service_ref(name: str, **more: Any) -> Object:
+    """A member that is an InferenceService."""
+    return {"inferenceServiceRef": {"name": name}, **more}
+
+
+def deployment_ref(name: str, **more: Any) -> Object:
+    """A member that is a Deployment of the fake llama-server."""
+    return {"deploymentRef": {"name": name}, "profile": "llama-server", **more}
+
+
+STREAM = {"stream": True, "x_chunks": 100, "x_gap_ms": 100}
+"""Ten seconds, which is longer than what happens meanwhile takes to be told."""
+
+
+def streamed(clients: ThreadPoolExecutor, front: Front, model: str) -> Future[Answer]:
+    """Begin a long stream."""
+    return clients.submit(lambda: front.chat(model, **STREAM))
+
+
+def is_whole(answer: Answer) -> bool:
+    """Whether a stream came to its own end."""
+    return answer.status == 200 and b"data: [DONE]" in answer.body and b'"error"' not in answer.body
+
+
+def in_work(ground: Ground, name: str) -> bool:
+    """Whether the engine of a member works on something."""
+    pods = ground.pods(name)
+    slots = Front(f"{pods[0]['status']['podIP']}:8080").request("GET", "/slots")
+    return b'"is_processing":true' in slots.body.replace(b" ", b"")

