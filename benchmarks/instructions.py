@@ -13,7 +13,9 @@ that go on by the clock do not; the chunk figure is the growth from short stream
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -115,6 +117,46 @@ def _counted(measure: Callable[[Callable[[], None]], int], drive: Drive) -> Coun
         request=(many - few) / (MORE_REQUESTS - REQUESTS),
         chunk=(longer - brief) / (STREAMS * (MORE_EVENTS - EVENTS)),
     )
+
+
+_OWN_WORK = """
+import sys
+class Part:
+    __slots__ = ("name", "seen")
+    def __init__(self, name):
+        self.name, self.seen = name, {}
+    def take(self, line):
+        name, _, value = line.partition(b": ")
+        self.seen[name.lower()] = value
+        return len(value) if name in self.seen else 0
+lines = b"Host: here\\r\\nContent-Type: application/json\\r\\nX-Request-Id: 1".split(b"\\r\\n")
+total = 0
+for number in range(int(sys.argv[1])):
+    part = Part(number)
+    for line in lines:
+        total += part.take(line)
+    total += len(b"".join([*part.seen, str(number).encode()]))
+"""
+
+
+@functools.cache
+def own_work() -> int:
+    """Return what this interpreter needs for 4,000 rounds of a loop with calls, dicts, bytes."""
+    few, many = (_of_loop(rounds) for rounds in (1_000, 5_000))
+    return many - few
+
+
+def _of_loop(rounds: int) -> int:
+    with tempfile.TemporaryDirectory(prefix="modelpool-bench-") as text:
+        out = Path(text) / "out"
+        valgrind = ["valgrind", "--quiet", "--tool=callgrind", f"--callgrind-out-file={out}"]
+        program = [sys.executable, "-s", "-S", "-c", _OWN_WORK, str(rounds)]
+        env = {**os.environ, "PYTHONHASHSEED": "1"}
+        subprocess.run([*valgrind, *program], check=True, timeout=180, capture_output=True, env=env)
+        found = re.search(r"^(?:summary|totals): (\d+)", out.read_text("utf-8"), re.MULTILINE)
+    if found is None:
+        raise RuntimeError("callgrind counted nothing")
+    return int(found[1])
 
 
 def _instructions(running: Running, folder: Path, work: Callable[[], None]) -> int:
