@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 
 from cluster_objects import GPU, queues
+from cluster_replicas import (
+    CORES,
+    SLICE,
+    Ground,
+    condition,
+    foreign_workload,
+    is_at_rest,
+    replacing,
+    role,
+    waits,
+)
 from harness import OwnCluster
-from modelpool_api import schema
-from modelpool_api.names import REPLACEMENTS_ANNOTATION, group_name
-from modelpool_kube.client import KubeClient, connect
-from modelpool_kube.errors import AlreadyExists, KubeError, NotFound
+from modelpool_api.names import MEMBER_INDEX_LABEL, REPLACEMENTS_ANNOTATION, group_name
 from modelpool_kube.kinds import (
-    CRDS,
     INSTANCE_TYPES,
-    MODEL_DEPLOYMENTS,
-    PODS,
     SERVICES,
     WORKLOADS,
     Json,
@@ -27,171 +30,15 @@ from modelpool_kube.kinds import (
     meta,
     uid,
 )
-from modelpool_operator.engine.modeldeployment import ModelDeployments
-from modelpool_operator.plan.modeldeployment.actions import Note
 
 pytestmark = pytest.mark.cluster
-NODE = "md-node"
-SLICE = "nvidia.com/gpumem-percentage"
-CORES = "nvidia.com/gpucores"
-
-
-def role(name: str = "server", **fields: Any) -> Json:
-    """Return a role that runs until it is ended."""
-    return {
-        "name": name,
-        "image": "modelpool.test/any",
-        "command": ["sleep", "1000"],
-        "terminationGracePeriodSeconds": 15,
-        **fields,
-    }
-
-
-class Ground:
-    """One namespace with queues and types, and an operator that looks again and again."""
-
-    def __init__(self, own: OwnCluster, client: KubeClient, namespace: str) -> None:
-        self.own = own
-        self.client = client
-        self.namespace = namespace
-        self.told: list[str] = []
-        self.trouble: list[str] = []
-        self.operator = ModelDeployments(client, self._tell)
-
-    async def _tell(self, obj: Json, note: Note) -> None:
-        self.told.append(f"{note.reason.value}: {note.message}")
-
-    def restart(self) -> None:
-        """Go on with an operator that remembers nothing."""
-        self.operator = ModelDeployments(self.client, self._tell)
-
-    async def type(self, name: str, *, gpus: int) -> str:
-        """Make a queue and an InstanceType on it; return its name."""
-        made = f"{self.namespace}-{name}"
-        self.own.kubectl.apply(*queues(self.namespace, made, gpus=gpus))
-        spec = {"queueName": made, "accelerator": {"card": GPU}}
-        await self.client.create(INSTANCE_TYPES, None, INSTANCE_TYPES.body(made, spec=spec))
-        return made
-
-    async def deploy(self, *roles: Json) -> None:
-        """Make the deployment."""
-        spec = {
-            "model": {"name": "tiny"},
-            "engine": {"name": "Custom"},
-            "roles": list(roles),
-        }
-        body = MODEL_DEPLOYMENTS.body("chat", self.namespace, spec=spec)
-        await self.client.create(MODEL_DEPLOYMENTS, self.namespace, body)
-
-    async def edit(self, name: str = "server", **fields: Any) -> None:
-        """Change fields of one role; None removes one."""
-        roles = (await self.deployment())["spec"]["roles"]
-        for each in roles:
-            if each["name"] == name:
-                for key, value in fields.items():
-                    each.pop(key, None)
-                    if value is not None:
-                        each[key] = value
-        patch = {"spec": {"roles": roles}}
-        await self.client.patch_merge(MODEL_DEPLOYMENTS, self.namespace, "chat", patch)
-
-    async def deployment(self) -> Json:
-        """Return the deployment."""
-        return await self.client.get(MODEL_DEPLOYMENTS, self.namespace, "chat")
-
-    async def pods(self, ordinal: int | None = None, name: str = "server") -> list[Json]:
-        """Return members by name."""
-        labels = f"app.kubernetes.io/component={name}"
-        if ordinal is not None:
-            labels += f",modelpool.dev/ordinal={ordinal}"
-        items = (await self.client.list(PODS, self.namespace, labels=labels)).items
-        return sorted(items, key=lambda pod: str(meta(pod)["name"]))
-
-    async def uids(self, ordinal: int | None = None, name: str = "server") -> set[str]:
-        """Return the UIDs of members."""
-        return {uid(pod) for pod in await self.pods(ordinal, name)}
-
-    async def workload(self, ordinal: int = 0, name: str = "server") -> Json:
-        """Return the Workload of a replica; empty when there is none."""
-        try:
-            group = group_name(self.namespace, "chat", name, ordinal)
-            return await self.client.get(WORKLOADS, self.namespace, group)
-        except NotFound:
-            return {}
-
-    async def is_admitted(self, ordinal: int = 0, name: str = "server") -> bool:
-        """Return whether a replica is admitted."""
-        return _condition(await self.workload(ordinal, name), "Admitted") == "True"
-
-    async def turn(self) -> None:
-        """Let the operator look once."""
-        try:
-            await self.operator.reconcile((self.namespace, "chat"))
-        except KubeError as error:
-            self.trouble.append(str(error))
-        await asyncio.sleep(0.2)
-
-    async def until(self, ask: Callable[[Json], bool], what: str, timeout_s: float = 90.0) -> Json:
-        """Let the operator look until the deployment is as *ask* wants it."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    await self.turn()
-                    found = await self.deployment()
-                    if ask(found):
-                        return found
-        found = await self.deployment()
-        raise AssertionError(f"not in {timeout_s} s: {what}: {found} {self.told} {self.trouble}")
-
-    async def rest(self) -> Json:
-        """Let the operator look until everything is as specified and ready."""
-        return await self.until(is_at_rest, "at rest")
-
-
-def _condition(obj: Json, kind: str) -> str | None:
-    for each in (obj.get("status") or {}).get("conditions") or []:
-        if each["type"] == kind:
-            return str(each["status"])
-    return None
-
-
-def is_at_rest(deployment: Json) -> bool:
-    """Return whether everything is as specified and ready."""
-    status = deployment.get("status") or {}
-    return (
-        status.get("observedGeneration") == meta(deployment)["generation"]
-        and status.get("phase") == "Ready"
-        and _condition(deployment, "ReplicasUpToDate") == "True"
-        and annotation(deployment, REPLACEMENTS_ANNOTATION) is None
-    )
-
-
-def waits(deployment: Json) -> bool:
-    """Return whether a replacement waits for its admission, with a Workload."""
-    return "currentWorkloadUID" in (annotation(deployment, REPLACEMENTS_ANNOTATION) or "")
 
 
 @pytest.fixture
 async def ground(own: OwnCluster, namespace: str) -> AsyncIterator[Ground]:
-    """A namespace to replace replicas in; everything of it is gone afterwards."""
-    own.node(NODE, {GPU: 4, SLICE: 200, CORES: 200})
-    async with await connect(manager="test", kubeconfig=str(own.kubeconfig)) as client:
-        for resource in schema.RESOURCES:
-            with contextlib.suppress(AlreadyExists):
-                await client.create(CRDS, None, schema.crd(resource))
-        own.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
-        made = Ground(own, client, namespace)
+    """A namespace to replace replicas in."""
+    async with replacing(own, namespace) as made:
         yield made
-        with contextlib.suppress(NotFound):
-            await client.delete(MODEL_DEPLOYMENTS, namespace, "chat")
-        async with asyncio.timeout(90):
-            while own.kubectl.items("modeldeployments", "-n", namespace):
-                await made.turn()
-        own.kubectl("delete", "instancetypes", "--all")
-        own.kubectl("delete", "localqueues", "--all", "-n", namespace)
-        for kind in ("clusterqueue", "resourceflavor"):
-            for name in ("a", "b"):
-                own.kubectl("delete", kind, f"{namespace}-{name}", "--ignore-not-found")
 
 
 async def test_a_ladder_of_sizes_is_new_pods_and_a_new_workload_at_each_step(
@@ -231,22 +78,30 @@ async def test_a_healthy_sibling_is_kept_until_the_queued_replacement_is_admitte
         assert await ground.uids(0) == sibling and uid(await ground.workload(0)) == workload
         assert not await ground.is_admitted(1)
 
+    ground.own.kubectl.apply(*queues(ground.namespace, kind, gpus=3))
+    while not await ground.is_admitted(1):
+        assert await ground.uids(0) == sibling and uid(await ground.workload(0)) == workload
+        await ground.turn()
+    # Now it is its turn, and its own replacement waits for the last card.
+    await ground.until(waits, "the next replacement is queued")
+    first = await ground.uids(1)
+    assert (await ground.slot())["ordinal"] == 0 and not await ground.uids(0) & sibling
     ground.own.kubectl.apply(*queues(ground.namespace, kind, gpus=4))
     await ground.rest()
-    assert not await ground.uids() & sibling
-    assert len(await ground.uids()) == 4
+    assert await ground.uids(1) == first and len(await ground.uids()) == 4
+    assert uid(await ground.workload(0)) != workload
 
 
 async def test_another_type_and_another_command_go_the_same_way(ground: Ground) -> None:
     first, second = await ground.type("a", gpus=2), await ground.type("b", gpus=2)
     await ground.deploy(role(instanceType=first))
     await ground.rest()
-    old = await ground.uids()
+    old = await ground.uids() | {uid(await ground.workload())}
 
     await ground.edit(instanceType=second)
     await ground.rest()
     assert (await ground.workload())["spec"]["queueName"] == second
-    assert not await ground.uids() & old
+    assert not (await ground.uids() | {uid(await ground.workload())}) & old
 
     await ground.edit(command=["sleep", "900"])
     await ground.rest()
@@ -262,7 +117,7 @@ async def test_an_obsolete_queued_configuration_is_superseded_without_admission(
     )
     await ground.until(
         lambda found: (
-            _condition(found, "QuotaReserved") == "False"
+            condition(found, "QuotaReserved") == "False"
             and "waiting for quota" in str(found["status"])
         ),
         "it waits for quota",
@@ -274,6 +129,33 @@ async def test_an_obsolete_queued_configuration_is_superseded_without_admission(
 
     assert not await ground.uids() & old
     assert not any("ReplacementStarted" in each and "outdated" in each for each in ground.told)
+
+
+async def test_a_queued_replacement_is_superseded_in_its_place_without_admission(
+    ground: Ground,
+) -> None:
+    kind = await ground.type("a", gpus=2)
+    await ground.deploy(role(instanceType=kind, replicas=2))
+    await ground.rest()
+    sibling = await ground.uids(0) | {uid(await ground.workload(0))}
+    await ground.edit(resources={"accelerator": 2})
+    await ground.until(waits, "the replacement is queued")
+    queued = await ground.uids(1) | {uid(await ground.workload(1))}
+    assert not await ground.is_admitted(1)
+
+    await ground.edit(command=["sleep", "900"], resources={"accelerator": 1})
+    async with asyncio.timeout(90):
+        while not await ground.is_admitted(1):
+            assert await ground.uids(0) | {uid(await ground.workload(0))} == sibling
+            await ground.turn()
+    await ground.rest()
+
+    for pod in await ground.pods():
+        assert pod["spec"]["containers"][0]["command"] == ["sleep", "900"]
+    assert not (await ground.uids(1) | {uid(await ground.workload(1))}) & queued
+    started = [each for each in ground.told if each.startswith("ReplacementStarted")]
+    assert [each.partition("replica ")[2][0] for each in started] == ["1", "0"]
+    assert any(each.startswith("ReplacementSuperseded") for each in ground.told)
 
 
 async def test_an_edit_of_prefill_leaves_decode_as_it_is(ground: Ground) -> None:
@@ -297,18 +179,17 @@ async def test_an_edit_of_prefill_leaves_decode_as_it_is(ground: Ground) -> None
 async def test_a_foreign_workload_on_the_group_blocks_and_is_named(ground: Ground) -> None:
     kind = await ground.type("a", gpus=4)
     group = group_name(ground.namespace, "chat", "server", 0)
-    container = {"name": "c", "image": "i"}
-    pod_set = {"name": "main", "count": 1, "template": {"spec": {"containers": [container]}}}
-    pod_set["template"]["spec"]["restartPolicy"] = "Never"  # type: ignore[index]
-    body = WORKLOADS.body(group, ground.namespace, spec={"queueName": "none", "podSets": [pod_set]})
+    body = foreign_workload(group)
     foreign = uid(await ground.client.create(WORKLOADS, ground.namespace, body))
     await ground.deploy(role(instanceType=kind))
 
     found = await ground.until(
-        lambda found: _condition(found, "Stalled") == "True", "it says that it is blocked"
+        lambda found: condition(found, "Stalled") == "True", "it says that it is blocked"
     )
 
     assert group in str(found["status"]["conditions"]) and await ground.uids() == set()
+    (blocked,) = [each for each in found["status"]["conditions"] if each["type"] == "Stalled"]
+    assert blocked["reason"] == "ReplacementBlocked" and group in blocked["message"]
     assert uid(await ground.workload()) == foreign
     await ground.client.delete(WORKLOADS, ground.namespace, group)
     await ground.rest()
@@ -317,14 +198,13 @@ async def test_a_foreign_workload_on_the_group_blocks_and_is_named(ground: Groun
 async def test_at_rest_nothing_is_written(ground: Ground) -> None:
     kind = await ground.type("a", gpus=4)
     await ground.deploy(role(instanceType=kind, size=2))
-    before = await ground.rest()
-    pods = [meta(pod)["resourceVersion"] for pod in await ground.pods()]
+    await ground.rest()
+    before = await ground.versions()
 
     for _ in range(5):
         await ground.turn()
 
-    assert meta(await ground.deployment())["resourceVersion"] == meta(before)["resourceVersion"]
-    assert [meta(pod)["resourceVersion"] for pod in await ground.pods()] == pods
+    assert await ground.versions() == before and ground.trouble == []
 
 
 async def test_cards_to_slices_and_back_have_fresh_pods_of_the_right_kind(ground: Ground) -> None:
@@ -341,7 +221,7 @@ async def test_cards_to_slices_and_back_have_fresh_pods_of_the_right_kind(ground
     await ground.client.patch_merge(INSTANCE_TYPES, None, kind, {"spec": {"accelerator": keys}})
     await ground.deploy(role(instanceType=kind, resources={"accelerator": 1}))
     await ground.rest()
-    seen = await ground.uids()
+    seen = await ground.uids() | {uid(await ground.workload())}
 
     half = {"acceleratorSlicedMemoryPercentage": 50, "acceleratorSlicedCoresPercentage": 30}
     steps: list[tuple[Json, Json]] = [
@@ -355,8 +235,9 @@ async def test_cards_to_slices_and_back_have_fresh_pods_of_the_right_kind(ground
 
         (pod,) = await ground.pods()
         assert pod["spec"]["containers"][0]["resources"]["requests"] == wanted
-        assert uid(pod) not in seen
-        seen.add(uid(pod))
+        fresh = {uid(pod), uid(await ground.workload())}
+        assert not fresh & seen
+        seen |= fresh
 
 
 async def test_a_managed_command_becomes_the_users_own_and_managed_again(ground: Ground) -> None:
@@ -369,15 +250,19 @@ async def test_a_managed_command_becomes_the_users_own_and_managed_again(ground:
     first = {key: value for key, value in {**role(instanceType=kind), **managed}.items() if value}
     await ground.deploy(first)
     assert not (await ground.rest())["status"]["roles"][0]["unmanaged"]
+    seen = await ground.uids() | {uid(await ground.workload())}
 
     await ground.edit(command=["sleep", "900"])
     taken = await ground.rest()
     (pod,) = await ground.pods()
+    assert not {uid(pod), uid(await ground.workload())} & seen
+    seen |= {uid(pod), uid(await ground.workload())}
     assert taken["status"]["roles"][0]["unmanaged"]
     assert "args" not in pod["spec"]["containers"][0]
 
     await ground.edit(command=None)
     assert not (await ground.rest())["status"]["roles"][0]["unmanaged"]
+    assert not (await ground.uids() | {uid(await ground.workload())}) & seen
 
 
 async def test_an_operator_that_forgets_everything_at_every_turn_finishes(ground: Ground) -> None:
@@ -400,27 +285,46 @@ async def test_an_operator_that_forgets_everything_at_every_turn_finishes(ground
     assert not await ground.uids() & old and len(await ground.uids()) == 4
 
 
-@pytest.mark.parametrize("phase", ["Cleanup", "WaitingForAdmission"])
-async def test_deleted_in_the_middle_nothing_of_ours_is_left_and_all_of_others(
-    ground: Ground, phase: str
-) -> None:
-    kind = await ground.type("a", gpus=1)
-    container = {"name": "c", "image": "modelpool.test/any", "command": ["sleep", "1000"]}
-    spec = {"containers": [container], "terminationGracePeriodSeconds": 1}
-    foreign = PODS.body("other", ground.namespace, spec=spec)
-    kept = uid(await ground.client.create(PODS, ground.namespace, foreign))
-    await ground.deploy(role(instanceType=kind))
-    await ground.rest()
-    await ground.edit(resources={"accelerator": 2})
-    await ground.until(
-        lambda found: phase in (annotation(found, REPLACEMENTS_ANNOTATION) or ""), phase
-    )
+ENDS: list[tuple[str, str | None, Json]] = [
+    # When it is deleted, which members may be made, and the edit before.
+    ("at rest", None, {}),
+    ("Cleanup", None, {"command": ["sleep", "900"]}),
+    ("nothing made", "false", {"command": ["sleep", "900"]}),
+    ("half made", f"object.metadata.labels['{MEMBER_INDEX_LABEL}'] == '0'", {"size": 2}),
+    ("queued", None, {"resources": {"accelerator": 2}}),
+]
 
-    await ground.client.delete(MODEL_DEPLOYMENTS, ground.namespace, "chat")
+
+def _is_at(when: str, slot: Json, deployment: Json) -> bool:
+    made = len(slot.get("currentMemberUIDs", ()))
+    match when:
+        case "at rest":
+            return is_at_rest(deployment)
+        case "Cleanup":
+            return bool(slot.get("phase") == "Cleanup")
+        case "nothing made":
+            return slot.get("phase") == "WaitingForAdmission" and not made
+        case "half made":
+            return made == 1 and len(slot["memberHashes"]) == 2
+        case _:
+            return "currentWorkloadUID" in slot
+
+
+@pytest.mark.parametrize(("when", "rule", "edit"), ENDS, ids=[each[0] for each in ENDS])
+async def test_deleted_in_any_phase_nothing_of_ours_is_left_and_all_of_others(
+    ground: Ground, when: str, rule: str | None, edit: Json
+) -> None:
+    kept = await ground.strangers()
+    await ground.deploy(role(instanceType=await ground.type("a", gpus=1)))
+    await ground.rest()
+    if rule is not None:
+        await ground.only_members(rule)
+    if edit:
+        await ground.edit(**edit)
     async with asyncio.timeout(90):
-        while ground.own.kubectl.items("modeldeployments", "-n", ground.namespace):
+        while not _is_at(when, await ground.slot(), await ground.deployment()):
             await ground.turn()
 
-    left = (await ground.client.list(PODS, ground.namespace)).items
-    assert [uid(pod) for pod in left] == [kept]
-    assert (await ground.client.list(WORKLOADS, ground.namespace)).items == ()
+    await ground.delete()
+
+    assert await ground.standing() == kept
