@@ -56,11 +56,15 @@ def _keep_record(folder: Path) -> None:
 @pytest.fixture(scope="session")
 def is_whole_tier(request: pytest.FixtureRequest) -> bool:
     """Whether no test of the tier is left out of this run."""
-    folder = Path(__file__).parent
+    marked = {
+        path
+        for path in Path(__file__).parent.glob("test_*.py")
+        if "pytest.mark.cluster" in path.read_text("utf-8")
+    }
     there = {item.path for item in request.session.items}
     is_picked = bool(request.config.option.keyword or request.config.option.deselect)
     is_part = any("::" in each for each in request.config.args)
-    return not is_picked and not is_part and set(folder.glob("test_*.py")) <= there
+    return not is_picked and not is_part and marked <= there
 
 
 @pytest.fixture
