@@ -55,7 +55,7 @@ simulate: $(VENV)/.made-test ## Run N schedules of faults through the scheduler 
 	$(BIN)/python tests/support/simulate.py --schedules $(N) --jobs 2 $(ARGS)
 
 .PHONY: simulate-deployments
-simulate-deployments: $(VENV)/.made-test ## Live 2,000 random lives of a ModelDeployment (about half an hour)
+simulate-deployments: $(VENV)/.made-test ## Live 2,000 random lives of a ModelDeployment (five minutes on two idle cores)
 	$(BIN)/python tests/support/mdep_walk.py --seeds 2000 --jobs 2 $(ARGS)
 
 .PHONY: guards
