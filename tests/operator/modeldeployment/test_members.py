@@ -466,3 +466,38 @@ async def test_l6_a_replacement_that_vanished_unrecorded_frees_its_place_by_itse
     await lab.settle()
     assert lab.record is None and len(lab.pods()) == 1
     assert uid(lab.workload() or {}) != workload
+
+
+@pytest.mark.parametrize("when", ["before Kueue looks", "queued", "admitted"])
+async def test_d1_a_member_that_an_operator_of_before_made_too_is_got_rid_of(when: str) -> None:
+    """Its create was on its way while the next operator made the same member."""
+    lab = Lab(role(replicas=2))
+    await lab.settle()
+    sibling = lab.uids(0)
+    lab.kueue.may_admit = False
+    lab.edit(image="engine:2")
+    await lab.until("WaitingForAdmission")
+    if when != "before Kueue looks":
+        lab.move()
+        await lab.look()
+    if when == "admitted":
+        lab.kueue.admit()
+    made = lab.pods(1)[0]
+    meta = {key: made["metadata"][key] for key in ("labels", "annotations", "ownerReferences")}
+    spec = {"containers": made["spec"]["containers"]}
+    lab.cluster.put(
+        PODS,
+        NAMESPACE,
+        {"metadata": {"generateName": "chat-server-", **meta}, "spec": spec},
+        actor="stranger",
+    )
+
+    for _ in range(6):
+        await lab.look()
+        assert when == "admitted" or lab.uids(0) == sibling
+        lab.move()
+    lab.kueue.may_admit = True
+    await lab.settle()
+
+    assert lab.record is None and len(lab.pods()) == 2
+    assert {image(pod) for pod in lab.pods()} == {"engine:2"}
