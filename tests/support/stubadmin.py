@@ -127,6 +127,8 @@ class StubAdmin:
         self.states: list[list[PoolView]] = [[pool_view(member_view("alpha"))]]
         """One is used up per look at the state; the last one stays."""
         self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.silence_s = 0.0
+        """How long nothing is sent between two events."""
         self.sentences = ["alpha is resident: one more is served at once"]
         self.acts: list[tuple[str, str, str | None]] = []
         """(pool, verb, member) of every call that changes something."""
@@ -198,6 +200,7 @@ def stub_admin(token: str | None = None) -> Iterator[StubAdmin]:
                 encoded = msgspec.json.encode(data).decode()
                 frame = f": keepalive\n\nevent: {kind}\nid: {number}\ndata: {encoded}\n\n"
                 self.wfile.write(frame.encode())
+                threading.Event().wait(stub.silence_s)
 
         def _json(self, status: int, value: object) -> None:
             body = msgspec.json.encode(value)

@@ -90,7 +90,12 @@ async def _serve(settings: Settings, logs: Logs) -> int:
         settling = loop.call_later(SETTLED_S, heap.settle)
         reloading = loop.create_task(_reload_when_asked(router, again), name="reload")
         await stop.wait()
-        log.info("stopping", hint="once more hurries")
+        log.info(
+            "stopping",
+            accepts_for_s=router.settings.shutdown_delay_s,
+            ends_answers_after_s=router.settings.shutdown_timeout_s,
+            hint="a second signal hurries",
+        )
         settling.cancel()
         reloading.cancel()
         await asyncio.gather(reloading, return_exceptions=True)

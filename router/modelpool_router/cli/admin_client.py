@@ -74,6 +74,10 @@ def parse_admin(text: str) -> AdminAddress:
     return AdminAddress(host, port, parts.path.rstrip("/"), parts.scheme == "https")
 
 
+SILENCE_S = 45.0
+"""For a stream of events: a quiet router sends a comment every 15 s."""
+
+
 class AdminClient:
     """One admin port. Opens a connection per call: calls are rare and routers restart."""
 
@@ -104,7 +108,7 @@ class AdminClient:
         """
         import http.client
 
-        connection, response = self._open("GET", "/api/v1/events")
+        connection, response = self._open("GET", "/api/v1/events", silence_s=SILENCE_S)
         with closing(connection):
             if response.status != 200:
                 self._refuse(response.status, self._read(response))
@@ -141,8 +145,14 @@ class AdminClient:
         return answer
 
     def _open(
-        self, method: str, path: str
+        self, method: str, path: str, *, silence_s: float | None = None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """
+        Send a request and return its answer, of which the head has come.
+
+        Args:
+            silence_s: Longest silence inside the answer; None = as before its head.
+        """
         import http.client  # brings half of `email` along: not for every command
 
         address = self.address
@@ -153,7 +163,10 @@ class AdminClient:
             headers["Authorization"] = f"Bearer {self._token}"
         try:
             connection.request(method, address.prefix + path, headers=headers)
+            sock = connection.sock  # the answer may take it over
             response = connection.getresponse()
+            if silence_s is not None:
+                sock.settimeout(silence_s)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise Unreachable(str(address), _reason(error)) from error

@@ -205,8 +205,7 @@ def init(
     except OSError as error:
         fail(f"{output} cannot be written: {error.strerror}", ExitCode.FAILED)
     typer.echo(f"wrote {output}")
-    if not model:
-        typer.echo("put your own model files into it, then:")
+    typer.echo("next:" if model else "put your own model files into it, then:")
     typer.echo(f"  modelpool check {output}\n  modelpool serve {output}")
 
 
@@ -239,7 +238,7 @@ def config_text(
         words = [_quoted(word.format(**values)) for word in _COMMANDS[profile]]
         members.append(
             f"      - name: {_quoted(name)}\n"
-            "        # models: [gpt-4o-mini]  # further names that clients may use\n"
+            f"        # models: [{_quoted(f'my-{name}')}]  # further names that clients may use\n"
             f"        profile: {profile}\n"
             f"        command: [{', '.join(words)}]\n"
         )

@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -184,7 +186,7 @@ async def _session(router: Router, stop: asyncio.Event, *, once: bool, speed: fl
     typer.echo(f'modelpool {version()} demo: pool "{POOL}", 2 simulated members: {loads}')
     typer.echo(f"listening on {url}    admin {admin}")
     typer.echo(f"try:  {curl_line(url)}")
-    typer.echo(f"and:  modelpool status --watch --admin {own}\n")
+    typer.echo(f"and:  {_program()} status --watch --admin {own}\n")
     timeline = Timeline()
     async with aiohttp.ClientSession() as session, _following(timeline, session, admin):
         stopped = asyncio.get_running_loop().create_task(stop.wait(), name="demo stop")
@@ -362,6 +364,13 @@ def _summary(alpha: Answer, beta: Answer) -> None:
         f"\nboth were answered: alpha after a hold of {held['alpha']}, beta after {held['beta']}; "
         "no stream was cut and never were two members up"
     )
+
+
+def _program() -> str:
+    """Return how this program is called from where it was started; it may not be in PATH."""
+    if shutil.which("modelpool") is not None or not os.access(sys.argv[0], os.X_OK):
+        return "modelpool"
+    return shlex.quote(os.path.relpath(sys.argv[0]))
 
 
 def curl_line(url: str) -> str:

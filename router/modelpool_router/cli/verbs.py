@@ -179,7 +179,9 @@ def _wait(
         fail(
             f"the {what} is not done after {took}; {pool}: {pool_headline(view)}",
             ExitCode.FAILED,
-            "it goes on; look with `modelpool status`, or give --timeout",
+            f"`modelpool resume {pool}` lets it begin"
+            if view["paused"]
+            else "it goes on; look with `modelpool status`, or give --timeout",
         )
     if result:
         fail(f"the {what} failed after {took}: {result}", ExitCode.FAILED)

@@ -140,7 +140,8 @@ def test_init_writes_a_file_that_check_accepts(here: Path) -> None:
 
     assert result.exit_code == 0, result.output
     assert result.stdout == (
-        "wrote modelpool.yaml\n  modelpool check modelpool.yaml\n  modelpool serve modelpool.yaml\n"
+        "wrote modelpool.yaml\nnext:\n"
+        "  modelpool check modelpool.yaml\n  modelpool serve modelpool.yaml\n"
     )
     assert run(app, ["check"], env={"XDG_STATE_HOME": str(here)}).exit_code == 0
     pool = load("modelpool.yaml").pools[0]
@@ -180,6 +181,10 @@ def test_init_without_models_writes_placeholders(here: Path) -> None:
 
     assert "put your own model files into it, then:" in result.stdout
     assert [member.name for member in load("modelpool.yaml").pools[0].members] == ["small", "large"]
+    file = here / "modelpool.yaml"
+    file.write_text(file.read_text().replace("# models:", "models:"))
+    members = load(file).pools[0].members
+    assert [member.models for member in members] == [("my-small",), ("my-large",)]
 
 
 def test_init_never_overwrites(here: Path) -> None:

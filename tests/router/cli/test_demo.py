@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from modelpool_router.cli import demo_play
 from modelpool_router.cli.demo_play import (
     LOADS_S,
     TOKENS,
@@ -69,6 +70,22 @@ def test_once_shows_a_hold_and_a_swap_and_ends_with_0() -> None:
         ("beta", "answered"),
     ]
     assert "both were answered" in out
+
+
+@pytest.mark.parametrize(("in_path", "told"), [(True, "modelpool"), (False, "bin/modelpool")])
+def test_the_command_to_look_with_is_one_that_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_path: bool, told: str
+) -> None:
+    """``make run`` installs into a folder of its own that is not in PATH."""
+    program = tmp_path / "bin" / "modelpool"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(program), "demo"])
+    monkeypatch.setenv("PATH", str(program.parent) if in_path else str(tmp_path))
+
+    assert demo_play._program() == told
 
 
 def test_without_once_it_stays_up_until_ctrl_c_and_leaves_nothing_behind() -> None:

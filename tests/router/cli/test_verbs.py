@@ -122,6 +122,15 @@ def test_load_gives_up_after_its_timeout_and_says_so(stub: StubAdmin) -> None:
     assert "way out: it goes on; look with `modelpool status`" in result.stderr
 
 
+def test_load_into_a_paused_pool_tells_how_it_can_begin(stub: StubAdmin) -> None:
+    stub.states = [[pool_view(member_view("alpha"), paused=True)]]
+
+    result = run(app, ["load", "alpha", "--timeout", "0"])
+
+    assert result.exit_code == 1
+    assert "way out: `modelpool resume gpu0` lets it begin" in result.stderr
+
+
 def test_unload_waits_until_the_slot_is_empty(stub: StubAdmin) -> None:
     draining = resident("alpha", admission="closed", in_flight=2)
     empty = pool_view(member_view("alpha"), released=True)

@@ -21,11 +21,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from modelpool_router.cli.admin_client import AdminAddress, AdminClient, parse_admin
+from modelpool_router.cli.admin_client import SILENCE_S, AdminAddress, AdminClient, parse_admin
 from modelpool_router.cli.connect import complete_member, complete_pool
 from modelpool_router.cli.main import app
 from modelpool_router.cli.watching import render_state
 from modelpool_router.core.view import MemberStatus, Obstacle, SlotState
+from modelpool_router.web.admin import KEEPALIVE_S
 from stubadmin import StubAdmin, loading, member_view, pool_view, resident, stub_admin
 
 run = CliRunner().invoke
@@ -150,6 +151,16 @@ def test_watch_in_a_pipe_writes_a_line_per_event(stub: StubAdmin) -> None:
         "gpu0  beta         loading    takes about 5.0 s",
         "gpu0  beta         resident   unload 0.1 s, load 5.0 s; 1 request granted",
     ]
+
+
+def test_a_quiet_router_is_not_taken_for_a_dead_one(stub: StubAdmin) -> None:
+    """An answer has seconds to come; between two events there is nothing to tell for hours."""
+    stub.events = [("released", {"pool": "gpu0"})]
+    stub.silence_s = 0.3
+    client = AdminClient(parse_admin(stub.address), None, timeout_s=0.1)
+
+    assert [kind for kind, _ in client.events()] == ["snapshot", "released"]
+    assert SILENCE_S >= 3 * KEEPALIVE_S
 
 
 def test_watch_as_json_passes_on_every_event(stub: StubAdmin) -> None:
