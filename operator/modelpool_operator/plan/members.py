@@ -227,7 +227,8 @@ class ObservedMember:
             return self.spec.port
         for container in (pod.get("spec") or {}).get("containers") or []:
             for port in container.get("ports") or []:
-                if isinstance(port.get("containerPort"), int):
+                is_tcp = port.get("protocol", "TCP") == "TCP"
+                if is_tcp and isinstance(port.get("containerPort"), int):
                     return int(port["containerPort"])
         return DEFAULT_PORT
 

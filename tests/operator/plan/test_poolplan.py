@@ -284,6 +284,8 @@ def test_given_any_pool_then_what_is_said_is_sound_and_said_once(seen: ObservedP
     }
     assert all(each.observed_generation == 3 for each in conditions.values())
     assert all(each.message for each in conditions.values())
+    listed = [each.member_name for each in seen.pool.spec.members]
+    assert [each.name for each in status.members][: len(listed)] == listed
     resident = [each.name for each in status.members if each.resident]
     assert resident == ([status.resident_member] if status.resident_member else [])
     assert status.resident_member is None or status.resident_member != status.pending_member
