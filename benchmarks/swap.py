@@ -41,7 +41,8 @@ import aiohttp
 
 import machine
 from contenders import descendants, free_port, ours_command
-from modelpool_router.testing.swapreport import Phase, page, phases
+from modelpool_router.testing.slotwatch import phases_of_members
+from modelpool_router.testing.swapreport import page
 from modelpool_router.testing.workload import Outcome, ask, drive, plan, summarise
 
 ROUTERS = ("modelpool", "llama-server --models-max 1", "llama-swap")
@@ -66,6 +67,8 @@ class Target:
     name: str
     url: str
     process: subprocess.Popen[bytes]
+    admin_url: str | None = None
+    """Where ours tells who has the slot."""
 
 
 class Skipped(Exception):
@@ -98,14 +101,14 @@ def real_models(program: str, files: Sequence[str]) -> list[Model]:
 @contextmanager
 def modelpool(models: Sequence[Model], folder: Path, *, lingers: bool) -> Iterator[Target]:
     """Run ours; without *lingers* a model that nobody uses leaves at once, as by hand."""
-    port = free_port()
+    port, admin_port = free_port(), free_port()
     members = [
         {"name": model.name, "profile": "llama-server", "command": list(model.command)}
         for model in models
     ]
     config = {
         "listen": f"127.0.0.1:{port}",
-        "admin": f"127.0.0.1:{free_port()}",
+        "admin": f"127.0.0.1:{admin_port}",
         "stateDir": str(folder / "state"),
         "shutdownDelay": "0s",
         "pools": [{"name": "gpu0", "linger": "auto" if lingers else "0s", "members": members}],
@@ -113,6 +116,7 @@ def modelpool(models: Sequence[Model], folder: Path, *, lingers: bool) -> Iterat
     path = folder / "modelpool.yaml"
     path.write_text(json.dumps(config))
     with _running("modelpool", [*ours_command(), "serve", str(path)], port, folder) as target:
+        target.admin_url = f"http://127.0.0.1:{admin_port}"
         yield target
 
 
@@ -340,7 +344,7 @@ def _traced(
         names, seed=options.seed, seconds=options.seconds, sessions_per_minute=options.sessions
     )
     begun = time.monotonic()
-    result = asyncio.run(drive(target.url, workload))
+    result = asyncio.run(drive(target.url, workload, admin_url=target.admin_url))
     summary = summarise(result)
     print(
         f"{target.name:28} trace: {summary.served}/{summary.requests} served, "
@@ -350,10 +354,10 @@ def _traced(
     )
     if options.pages is not None:
         options.pages.mkdir(parents=True, exist_ok=True)
-        known: list[Phase] = []
-        if log.exists():
+        known = result.phases
+        if not known and log.exists():
             events = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
-            known = phases(events, begun, result.took_s)
+            known = phases_of_members(events, begun, result.took_s)
         path = options.pages / f"swap-{target.name.replace(' ', '-')}.html"
         note = (
             f"Seed {options.seed}, {options.seconds:g} s, {options.sessions:g} sessions a minute."

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from .admin_client import DEFAULT_ADMIN, parse_admin
 from .exits import ExitCode, fail
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ def bench(
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with the time line (HTML).")
     ] = None,
+    admin: Annotated[
+        str,
+        typer.Option(
+            envvar="MODELPOOL_ADMIN",
+            metavar="HOST:PORT",
+            help="Where modelpool tells who has the slot, for the page; others are not asked.",
+        ),
+    ] = DEFAULT_ADMIN,
     budget: Annotated[
         float | None, typer.Option(min=0, help="swapBudget in seconds, for its line in the page.")
     ] = None,
@@ -64,6 +73,14 @@ def bench(
     import asyncio
 
     _check_url(url, allow_remote=allow_remote)
+    watched = None
+    if report is not None:
+        try:
+            watched = str(parse_admin(admin))
+        except ValueError:
+            fail(f"--admin {admin!r} is no address", ExitCode.USAGE, f"write {DEFAULT_ADMIN}")
+        _check_url(watched, allow_remote=allow_remote)
+        _check_folder(report)
     key = _key(key_file)
     from ..testing.workload import drive, plan, summarise
 
@@ -82,12 +99,10 @@ def bench(
             f"{workload.requests} requests for {', '.join(workload.models)} "
             f"over about {seconds:.0f} s; a swap takes as long as it takes"
         )
-    result = asyncio.run(drive(url, workload, key=key))
+    result = asyncio.run(drive(url, workload, key=key, admin_url=watched))
     summary = summarise(result)
     if report is not None:
-        from ..testing.swapreport import page
-
-        report.write_text(page("Taking turns", result, budget_s=budget), encoding="utf-8")
+        _write_page(report, result, budget)
     if as_json:
         typer.echo(json.dumps(_as_json(summary, result)))
     else:
@@ -112,6 +127,22 @@ def _check_url(url: str, *, allow_remote: bool) -> None:
             ExitCode.USAGE,
             "add --allow-remote if its owner agrees to be sent load",
         )
+
+
+def _check_folder(report: Path) -> None:
+    """End the command now rather than after the trace."""
+    if not report.absolute().parent.is_dir():
+        fail(f"there is no folder {report.absolute().parent}", ExitCode.USAGE, "make it first")
+
+
+def _write_page(report: Path, result: Result, budget_s: float | None) -> None:
+    from ..testing.swapreport import page
+
+    text = page("Taking turns", result, known=result.phases, budget_s=budget_s)
+    try:
+        report.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail(f"{report} cannot be written: {error.strerror}", ExitCode.FAILED)
 
 
 def _key(file: Path | None) -> str:

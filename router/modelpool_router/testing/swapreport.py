@@ -1,60 +1,23 @@
 """
 A trace as a page: who had the slot when, who waited, for how long. HTML and SVG, nothing else.
 
-Everything is drawn from what clients saw (`workload.Result`) and, where the members' own log of
-events is at hand (the fake member writes one), from when each was started, ready and gone.
+Everything is drawn from what clients saw (`workload.Result`) and, where somebody told
+(`slotwatch`), from the phases of the members; without, from who answered when.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
+from .slotwatch import Phase
 from .workload import Outcome, Result, Summary, summarise, turns
 
 WIDTH, LEFT, ROW = 1100, 130, 26
 _COLOURS = ("#2f6db5", "#c8553d", "#4c9f70", "#8e5aa8", "#b8862b", "#3b8ea5")
-
-
-_ENDS = ("stopped", "crash", "exit_at_start", "exit_while_loading")
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """One phase of a member's life; seconds from the start of the trace."""
-
-    member: str
-    kind: str
-    """load | resident | unload"""
-    begin_s: float
-    end_s: float
-
-
-def phases(events: Iterable[Mapping[str, object]], start: float, end_s: float) -> list[Phase]:
-    """
-    Return what the event log of fake members tells.
-
-    Args:
-        events: ``{"t": monotonic, "event": "start" | "ready" | "term" | "stopped", "name": ...}``
-            and others, which are passed over.
-        start: Monotonic time of the start of the trace.
-    """
-    found: list[Phase] = []
-    open_since: dict[str, tuple[str, float]] = {}
-    following = {"start": "load", "ready": "resident", "term": "unload"}
-    for event in events:
-        at, name = float(str(event["t"])) - start, str(event["name"])
-        kind = following.get(str(event["event"]))
-        if kind is None and event["event"] not in _ENDS:
-            continue
-        before = open_since.pop(name, None)
-        if before is not None:
-            found.append(Phase(name, before[0], before[1], at))
-        if kind is not None:
-            open_since[name] = (kind, at)
-    found += [Phase(name, kind, at, end_s) for name, (kind, at) in open_since.items()]
-    return [phase for phase in found if phase.end_s > 0]
+_FAILED, _HELD = "#d00", "#999"
+_SHADES = {"load": 0.35, "resident": 0.9, "drain": 0.6, "unload": 0.2}
+"""How strongly each phase of a member is drawn, in the order in which they are explained."""
 
 
 def page(
@@ -79,12 +42,16 @@ def page(
         f"<h1>{html.escape(title)}</h1>",
         *(f"<p>{html.escape(note)}</p>" for note in notes),
         _table(summary, result),
-        "<h2>Who had the slot</h2><p>Bars: a member's life. Thin lines: a request from its sending "
-        "to its first token (grey, held) and on to its end (coloured); red: it failed.</p>",
+        "<h2>Who had the slot</h2>",
+        f"<p>A row per member: {_legend()}. Below, a line per request: grey from its sending to "
+        "its first token (held), coloured on to its end; red: it failed.</p>",
         _timeline(result, known),
-        "<h2>How long requests waited for their first token</h2>",
-        _curve(result.outcomes, budget_s),
+        "<h2>How long requests were held</h2>",
+        "<p>The curve is the age of the oldest request that waits for its first token; each point "
+        "is a request, where its wait ended.</p>",
+        _curve(result, budget_s),
         "<h2>Waiting times</h2>",
+        "<p>Requests by the time to their first token.</p>",
         _histogram(result.outcomes),
         "</html>",
     ]
@@ -94,8 +61,16 @@ def page(
 _STYLE = (
     "body{font:14px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1140px;padding:0 1rem;"
     "color:#222}table{border-collapse:collapse}td,th{border:1px solid #ccc;padding:.2rem .7rem;"
-    "text-align:right}svg{background:#fafafa;border:1px solid #ddd}text{font:12px sans-serif}"
+    "text-align:right}svg{background:#fafafa;border:1px solid #ddd;max-width:100%;height:auto}"
+    "text{font:12px sans-serif}.key{display:inline-block;width:1.6em;height:.8em}"
 )
+
+
+def _legend() -> str:
+    return ", ".join(
+        f"<span class='key' style='background:{_COLOURS[0]};opacity:{shade}'></span> {kind}"
+        for kind, shade in _SHADES.items()
+    )
 
 
 def _table(summary: Summary, result: Result) -> str:
@@ -127,20 +102,27 @@ class _Axis:
 
     def x(self, seconds: float) -> float:
         """Return the place of a time."""
-        return LEFT + (WIDTH - LEFT - 10) * min(max(seconds, 0.0), self.longest_s) / self.longest_s
+        return LEFT + (WIDTH - LEFT - 40) * min(max(seconds, 0.0), self.longest_s) / self.longest_s
 
     def ticks(self) -> list[str]:
         """Return lines and labels at round times."""
-        step = 1.0
-        for step in (0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300):
-            if self.longest_s / step <= 14:
-                break
         lines = []
-        for number in range(int(self.longest_s / step) + 1):
-            x = self.x(number * step)
+        for at in _round_steps(self.longest_s, 14):
+            x = self.x(at)
             lines.append(_line(x, 0, x, self.height - 16, "#ddd"))
-            lines.append(f"<text x='{x:.1f}' y='{self.height - 4}'>{number * step:g} s</text>")
+            lines.append(_text(x, self.height - 4, _seconds(at), "middle"))
         return lines
+
+
+def _round_steps(longest: float, most: int) -> list[float]:
+    """Return 0 and round numbers up to *longest*, at most about *most* of them."""
+    steps = [base * 10.0**power for power in range(-3, 4) for base in (1, 2, 5)]
+    step = next((step for step in steps if longest / step <= most), steps[-1])
+    return [number * step for number in range(int(longest / step) + 1)]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:g} s"
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1) -> str:
@@ -150,101 +132,152 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float 
     )
 
 
+def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "#222") -> str:
+    return (
+        f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' fill='{colour}'>"
+        f"{html.escape(text)}</text>"
+    )
+
+
 def _svg(height: int, parts: Iterable[str]) -> str:
-    return f"<svg width='{WIDTH}' height='{height}'>" + "".join(parts) + "</svg>"
+    size = f"width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}'"
+    return f"<svg xmlns='http://www.w3.org/2000/svg' {size}>" + "".join(parts) + "</svg>"
+
+
+def _row_of(outcome: Outcome) -> str:
+    """Return whose row a request belongs to: who answered it, else whom it asked for."""
+    return outcome.member or outcome.model
 
 
 def _timeline(result: Result, known: Sequence[Phase]) -> str:
-    models = list(result.workload.models)
-    lanes: dict[str, list[tuple[Outcome, int]]] = {model: [] for model in models}
-    tops: list[float] = []
-    for outcome in result.outcomes:
-        # the first lane that is free again
-        lane = next((n for n, end in enumerate(tops) if end <= outcome.sent_s), len(tops))
-        tops[lane : lane + 1] = [outcome.ended_s]
-        lanes.setdefault(outcome.model, []).append((outcome, lane))
-    height = ROW * len(models) + 5 * len(tops) + 40
-    axis = _Axis(result.took_s, height)
-    parts = axis.ticks()
     bars = list(known) or [
         Phase(turn.model, "resident", turn.begin_s, turn.end_s) for turn in turns(result)
     ]
-    shade = {"load": 0.35, "resident": 0.85, "unload": 0.2}
-    for row, model in enumerate(models):
-        colour = _COLOURS[row % len(_COLOURS)]
-        y = row * ROW + 4
-        parts.append(f"<text x='4' y='{y + 14}'>{html.escape(model)}</text>")
-        for phase in bars:
-            if phase.member == model:
-                begin, end = axis.x(phase.begin_s), axis.x(phase.end_s)
-                parts.append(
-                    f"<rect x='{begin:.1f}' y='{y}' width='{max(end - begin, 0.5):.1f}' "
-                    f"height='{ROW - 8}' fill='{colour}' opacity='{shade.get(phase.kind, 0.5)}'>"
-                    f"<title>{html.escape(model)} {phase.kind} {phase.begin_s:.2f}-"
-                    f"{phase.end_s:.2f} s</title></rect>"
-                )
-        for outcome, lane in lanes.get(model, []):
-            parts += _request(axis, outcome, ROW * len(models) + 12 + 5 * lane, colour)
+    names = {*map(_row_of, result.outcomes), *(bar.member for bar in bars)}
+    rows = {name: number for number, name in enumerate(sorted(names))}
+    lanes: list[float] = []
+    height = ROW * len(rows) + 40
+    requests: list[tuple[Outcome, int]] = []
+    for outcome in result.outcomes:
+        # the first lane that is free again
+        lane = next((n for n, end in enumerate(lanes) if end <= outcome.sent_s), len(lanes))
+        lanes[lane : lane + 1] = [outcome.ended_s]
+        requests.append((outcome, lane))
+    height += 5 * len(lanes)
+    axis = _Axis(result.took_s, height)
+    parts = axis.ticks()
+    for name, row in rows.items():
+        parts.append(_text(LEFT - 8, row * ROW + 18, _short(name), "end"))
+    for bar in bars:
+        parts.append(_bar(axis, bar, rows[bar.member]))
+    for outcome, lane in requests:
+        y = ROW * len(rows) + 12 + 5 * lane
+        parts += _request(axis, outcome, y, _colour(rows[_row_of(outcome)]))
     return _svg(height, parts)
+
+
+def _colour(row: int) -> str:
+    return _COLOURS[row % len(_COLOURS)]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 18 else f"{name[:17]}\u2026"
+
+
+def _bar(axis: _Axis, bar: Phase, row: int) -> str:
+    begin, end = axis.x(bar.begin_s), axis.x(bar.end_s)
+    told = f"{bar.member} {bar.kind} {bar.begin_s:.2f}-{bar.end_s:.2f} s"
+    return (
+        f"<rect x='{begin:.1f}' y='{row * ROW + 4}' width='{max(end - begin, 0.5):.1f}' "
+        f"height='{ROW - 8}' fill='{_colour(row)}' opacity='{_SHADES[bar.kind]}'>"
+        f"<title>{html.escape(told)}</title></rect>"
+    )
 
 
 def _request(axis: _Axis, outcome: Outcome, y: float, colour: str) -> list[str]:
     sent, end = axis.x(outcome.sent_s), axis.x(outcome.ended_s)
     if not outcome.served:
-        return [_line(sent, y, end, y, "#d00", 3)]
+        return [_line(sent, y, max(end, sent + 3), y, _FAILED, 3)]
     first = axis.x(outcome.first_s or outcome.ended_s)
-    return [_line(sent, y, first, y, "#999", 1.5), _line(first, y, end, y, colour, 3)]
+    return [_line(sent, y, first, y, _HELD, 1.5), _line(first, y, end, y, colour, 3)]
 
 
 def _waits(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
-    return [(each.sent_s, (each.first_s or each.ended_s) - each.sent_s) for each in outcomes]
+    """Return when each wait began and ended."""
+    return [(each.sent_s, each.first_s or each.ended_s) for each in outcomes]
 
 
-def _curve(outcomes: Sequence[Outcome], budget_s: float | None) -> str:
-    """Draw each request as a point: when it was sent, how long it waited."""
-    height = 220
+def oldest_wait(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
+    """Return the corners of the curve of the oldest wait: (time, its age then)."""
+    waits = sorted(_waits(outcomes))
+    corners: list[tuple[float, float]] = []
+    ended = 0.0
+    for begin, end in waits:
+        if end <= ended:
+            continue  # somebody older waited all the while
+        # It is the oldest from its own beginning, or from when those before it were done.
+        since = max(begin, ended)
+        if begin >= ended:
+            corners.append((since, 0.0))
+        corners += [(since, since - begin), (end, end - begin), (end, 0.0)]
+        ended = end
+    return corners
+
+
+def _curve(result: Result, budget_s: float | None) -> str:
+    """Draw the age of the oldest wait, each wait as a point at its end, and the budget."""
+    height, outcomes = 240, result.outcomes
     waits = _waits(outcomes)
-    longest = max((wait for _, wait in waits), default=1.0)
+    longest = max((end - begin for begin, end in waits), default=1.0)
+    # A budget far above everything would press the rest flat: it is told instead.
     shown = budget_s if budget_s is not None and budget_s < 4 * longest else None
     top = max(longest, shown or 0.0, 1e-3) * 1.1
-    axis = _Axis(max((at for at, _ in waits), default=1.0), height)
+    axis = _Axis(result.took_s, height)
 
     def y(seconds: float) -> float:
         return (height - 20) * (1 - seconds / top)
 
     parts = axis.ticks()
-    parts.append(f"<text x='4' y='14'>{top:.1f} s</text>")
-    for outcome, (at, wait) in zip(outcomes, waits, strict=True):
-        colour = "#2f6db5" if outcome.served else "#d00"
+    for at in _round_steps(top, 6):
+        parts.append(_line(LEFT, y(at), WIDTH - 40, y(at), "#ddd"))
+        parts.append(_text(LEFT - 8, y(at) + 4, _seconds(at), "end"))
+    corners = " ".join(f"{axis.x(at):.1f},{y(age):.1f}" for at, age in oldest_wait(outcomes))
+    parts.append(f"<polyline points='{corners}' fill='#2f6db522' stroke='{_HELD}'/>")
+    for outcome, (begin, end) in zip(outcomes, waits, strict=True):
+        told = f"{outcome.model}: {end - begin:.2f} s {outcome.code}".rstrip()
         parts.append(
-            f"<circle cx='{axis.x(at):.1f}' cy='{y(wait):.1f}' r='3' fill='{colour}'>"
-            f"<title>{html.escape(outcome.model)}: {wait:.2f} s {html.escape(outcome.code)}"
-            "</title></circle>"
+            f"<circle cx='{axis.x(end):.1f}' cy='{y(end - begin):.1f}' r='3' "
+            f"fill='{_COLOURS[0] if outcome.served else _FAILED}'>"
+            f"<title>{html.escape(told)}</title></circle>"
         )
     if shown is not None:
-        parts.append(_line(LEFT, y(shown), WIDTH, y(shown), "#d00", 1.5))
-        parts.append(f"<text x='4' y='{y(shown) + 4:.1f}'>budget {shown:g} s</text>")
+        parts.append(_line(LEFT, y(shown), WIDTH - 40, y(shown), _FAILED, 1.5))
+        parts.append(_text(WIDTH - 44, y(shown) - 5, f"budget {shown:g} s", "end", _FAILED))
     elif budget_s is not None:
-        parts.append(f"<text x='4' y='32'>budget {budget_s:g} s: far above</text>")
+        parts.append(_text(WIDTH - 44, 14, f"budget {budget_s:g} s: far above", "end", _FAILED))
     return _svg(height, parts)
 
 
 def _histogram(outcomes: Sequence[Outcome]) -> str:
     bounds = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-    counts = [0] * (len(bounds) + 1)
-    for _, wait in _waits(outcomes):
-        counts[sum(wait > bound for bound in bounds)] += 1
+    counts, failed = [0] * (len(bounds) + 1), [0] * (len(bounds) + 1)
+    for outcome, (begin, end) in zip(outcomes, _waits(outcomes), strict=True):
+        place = sum(end - begin > bound for bound in bounds)
+        counts[place] += 1
+        failed[place] += not outcome.served
     height, most = 200, max(counts, default=1) or 1
-    width = (WIDTH - LEFT) / len(counts)
-    parts = []
+    width = (WIDTH - LEFT - 40) / len(counts)
+    parts = [_line(LEFT, height - 20, WIDTH - 40, height - 20, "#ddd")]
     for number, count in enumerate(counts):
-        tall = (height - 40) * count / most
-        x = LEFT + number * width
+        x, middle = LEFT + number * width, LEFT + (number + 0.5) * width - 3
+        tall, bad = ((height - 44) * each / most for each in (count, failed[number]))
         label = f"to {bounds[number]:g} s" if number < len(bounds) else "more"
-        parts.append(
+        parts += [
             f"<rect x='{x:.1f}' y='{height - 20 - tall:.1f}' width='{width - 6:.1f}' "
-            f"height='{tall:.1f}' fill='#2f6db5'/>"
-            f"<text x='{x:.1f}' y='{height - 4}'>{label}</text>"
-            f"<text x='{x:.1f}' y='{height - 24 - tall:.1f}'>{count or ''}</text>"
-        )
+            f"height='{tall:.1f}' fill='{_COLOURS[0]}'/>",
+            f"<rect x='{x:.1f}' y='{height - 20 - bad:.1f}' width='{width - 6:.1f}' "
+            f"height='{bad:.1f}' fill='{_FAILED}'/>",
+            _text(middle, height - 4, label, "middle"),
+            _text(middle, height - 24 - tall, str(count or ""), "middle"),
+        ]
     return _svg(height, parts)

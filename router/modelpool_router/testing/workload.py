@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from .slotwatch import Phase, SlotWatch, phases_of_views
+
 MAX_SECONDS = 900.0
 MAX_REQUESTS = 2000
 MAX_SESSIONS_AT_ONCE = 64
@@ -78,6 +80,8 @@ class Result:
     workload: Workload
     outcomes: list[Outcome] = field(default_factory=list)
     took_s: float = 0.0
+    phases: list[Phase] = field(default_factory=list)
+    """Who had the slot, if the router told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +138,23 @@ def plan(
     return found
 
 
-async def drive(url: str, workload: Workload, *, key: str = "") -> Result:
+async def drive(
+    url: str, workload: Workload, *, key: str = "", admin_url: str | None = None
+) -> Result:
     """
     Send the trace to the router at *url* and wait for every answer.
 
     Ends by itself: the trace is bounded, and so is the wait for each answer.
+
+    Args:
+        admin_url: Where the router tells who has the slot; nothing is told if nobody is there.
     """
+    if admin_url is not None:
+        async with SlotWatch(admin_url) as watch:
+            start, result = time.monotonic(), await drive(url, workload, key=key)
+        told = [(at - start, view) for at, view in watch.views]
+        result.phases = phases_of_views(told, result.took_s)
+        return result
     result = Result(workload)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)

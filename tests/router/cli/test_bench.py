@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from modelpool_router.cli.main import app
-from modelpool_router.testing.swapreport import Phase, page, phases
+from modelpool_router.testing.slotwatch import Phase, phases_of_members, phases_of_views
+from modelpool_router.testing.swapreport import oldest_wait, page
 from modelpool_router.testing.workload import (
     MAX_SECONDS,
     Outcome,
@@ -89,11 +90,54 @@ def test_phases_are_told_from_the_log_of_members() -> None:
         {"t": 104.5, "event": "start", "name": "b"},
     ]
 
-    assert phases(log, 100.0, 6.0) == [
+    assert phases_of_members(log, 100.0, 6.0) == [
         Phase("a", "load", 0.0, 1.0),
         Phase("a", "resident", 1.0, 4.0),
         Phase("a", "unload", 4.0, 4.5),
         Phase("b", "load", 4.5, 6.0),
+    ]
+
+
+def view(state: str, **fields: str | None) -> dict[str, str | None]:
+    names = ("resident", "incumbent", "target")
+    return {"name": "gpu0", "state": state, "admission": "open"} | dict.fromkeys(names) | fields
+
+
+def test_phases_are_told_from_the_views_of_a_router() -> None:
+    views = [
+        (-1.0, view("resident", resident="a")),
+        (0.5, view("resident", resident="a")),  # something else happened
+        (1.0, view("resident", resident="a", admission="closed")),
+        (2.0, view("unloading", incumbent="a", target="b")),
+        (3.0, view("cold", target="b")),
+        (3.0, view("loading", target="b")),
+        (5.0, view("resident", resident="b")),
+        (8.0, view("cold")),
+        (9.0, view("loading", target="c")),
+    ]
+
+    assert phases_of_views(views, 10.0) == [
+        Phase("a", "resident", -1.0, 1.0),
+        Phase("a", "drain", 1.0, 2.0),
+        Phase("a", "unload", 2.0, 3.0),
+        Phase("b", "load", 3.0, 5.0),
+        Phase("b", "resident", 5.0, 8.0),
+        Phase("c", "load", 9.0, 10.0),
+    ]
+
+
+def test_the_curve_is_the_age_of_who_waits_longest() -> None:
+    made = [
+        outcome("a", 0.0, 4.0, 5.0),
+        outcome("a", 1.0, 2.0, 3.0),  # in the shadow of the first
+        outcome("b", 3.0, 6.0, 7.0),  # the oldest from 4.0 on
+        outcome("b", 8.0, 9.0, 9.5),
+    ]
+
+    assert oldest_wait(made) == [
+        *((0.0, 0.0), (0.0, 0.0), (4.0, 4.0), (4.0, 0.0)),
+        *((4.0, 1.0), (6.0, 3.0), (6.0, 0.0)),
+        *((8.0, 0.0), (8.0, 0.0), (9.0, 1.0), (9.0, 0.0)),
     ]
 
 
@@ -129,11 +173,15 @@ async def test_the_command_asks_prints_and_draws(tmp_path: Path) -> None:
     async with served_here(tmp_path, pool(member("alpha"), member("beta"))) as router:
         report = tmp_path / "report.html"
         flags = ["bench", "--url", router.url, "--seconds", "1", "--sessions", "60"]
+        draw = ["--report", str(report), "--admin", router.admin]
 
-        told = await asyncio.to_thread(run, app, [*flags, "--report", str(report)])
+        told = await asyncio.to_thread(run, app, [*flags, *draw])
         assert told.exit_code == 0, told.output
         assert "served" in told.output and "first token" in told.output
-        assert report.read_text(encoding="utf-8").startswith("<!doctype html>")
+        drawn = report.read_text(encoding="utf-8")
+        assert drawn.startswith("<!doctype html>")
+        for phase in ("alpha load", "alpha resident"):
+            assert f"<title>{phase} " in drawn, "the router told"
 
         told = await asyncio.to_thread(run, app, [*flags, "alpha", "--json"])
         found = json.loads(told.output)
