@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fakemembers import until
-from modelpool_router.drivers import process
+from modelpool_router.drivers import lives
 from rawclient import RawClient
 from served import Served, member, pool, served_here
 
@@ -74,7 +74,7 @@ async def test_a_stopped_engine_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It neither answers nor dies: after `hungAfter` its clients are told and the slot is freed."""
-    monkeypatch.setattr(process, "_PROBE_S", 0.3)  # 2 s are no part of what is shown here
+    monkeypatch.setattr(lives, "_PROBE_S", 0.3)  # 2 s are no part of what is shown here
     keys = {"stopGrace": "200ms", "killGrace": "200ms"}
     rules = {"hungAfter": "600ms", "healthInterval": "100ms"}
     async with served_here(
@@ -96,7 +96,7 @@ async def test_a_stopped_engine_that_nobody_uses_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one who waits for another member is what finds out."""
-    monkeypatch.setattr(process, "_PROBE_S", 0.3)
+    monkeypatch.setattr(lives, "_PROBE_S", 0.3)
     keys = {"stopGrace": "200ms", "killGrace": "200ms"}
     rules = {"hungAfter": "600ms", "healthInterval": "100ms"}
     async with served_here(

@@ -2,7 +2,8 @@
 Members as local processes: one command each, started, watched and taken down here.
 
 Evidence, not memory: what is up is asked of the kernel (``procfs``), what is gone is proven
-(``takedown``). This module holds the lives of one pool's members and the order of things.
+(``takedown``). This module holds the order of things; what is kept of the members' lives, and how
+they are asked, is in ``lives``.
 
 A life ends for the scheduler when its first process ends, with one exception: a wrapper that
 exits with code 0 while what it started lives on (a process of the slot, or a container that
@@ -17,21 +18,21 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from ..core.events import Idleness
-from ..core.spec import MemberName, PoolName
+from ..core.spec import MemberName
 from . import takedown
-from .base import ActivationFailed, DriverUnavailable, Endpoint, LostCallback
-from .life import Life, ProcessMember, begin, filled, inherited
-from .probe import Prober, port_is_taken, port_refuses
-from .procfs import Proc, ProcessTable, member_of, slot_value, table
+from .base import ActivationFailed, DriverUnavailable, Endpoint
+from .life import Life, ProcessMember, begin
+from .lives import LOOK_S, Lives, leftover
+from .probe import port_is_taken, port_refuses
+from .procfs import member_of, slot_value
 from .profiles import Readiness
-from .settle import SettleGate, Settler
-from .statedir import StateDirUnusable, file_name, lock_pool, prepare
-from .takedown import Limits, Target
+from .settle import SettleGate
+from .statedir import StateDirUnusable, lock_pool
+from .takedown import Limits
 
 __all__ = ["Limits", "ProcessDriver", "ProcessMember", "SettleGate", "StateDirUnusable"]
 
@@ -39,80 +40,14 @@ _log = logging.getLogger(__name__)
 
 _POLL_FIRST_S = 0.01
 _POLL_LAST_S = 0.05
-_PROBE_S = 2.0
-"""A probe that takes longer counts as no answer."""
-_REFUSED_AFTER_S = 30.0
-"""A readiness path that is wrong stays wrong; but some servers answer 404 while they start."""
-_LOOK_S = 1.0
-"""Between two looks at port and processes where the exit of a child does not tell."""
 _LOOK_AGAIN_S = 0.1
 """After a look that found the port closed, before that is believed."""
 _TRIM_S = 10.0
 """Between two looks at the size of a log file."""
-_LIMITS = Limits()
 
 
-class ProcessDriver:
+class ProcessDriver(Lives):
     """`MemberDriver` for local commands. One instance per pool; see `base` for the contract."""
-
-    def __init__(
-        self,
-        pool: PoolName,
-        members: Mapping[MemberName, ProcessMember],
-        *,
-        state_dir: Path,
-        lost: LostCallback,
-        settle: SettleGate | None = None,
-        limits: Limits = _LIMITS,
-        refused_after_s: float = _REFUSED_AFTER_S,
-        processes: ProcessTable | None = None,
-    ) -> None:
-        """
-        Take the pool's lock in *state_dir*; held until `close`.
-
-        Construct the drivers of all pools before the first `observe` of any.
-
-        Args:
-            pool: Name of the pool; part of every member's environment.
-            members: By name.
-            state_dir: Created if need be.
-            lost: See `LostCallback`; called in the loop.
-            settle: Gate before every load, if any.
-            limits: Time limits of a take-down.
-            refused_after_s: How long a readiness path may answer 404 and the like.
-            processes: The process table of this system, unless told otherwise.
-
-        Raises:
-            StateDirUnusable: another router runs this pool, or the directory cannot be used.
-        """
-        self._pool = pool
-        self._lost = lost
-        self._limits = limits
-        self._refused_after_s = refused_after_s
-        self._table = processes if processes is not None else table()
-        self._state_dir = state_dir
-        self._state_id = prepare(state_dir)
-        self._lock = lock_pool(state_dir, pool)
-        self._lives: dict[MemberName, Life] = {}
-        self._turns: dict[MemberName, asyncio.Lock] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._prober = Prober()
-        self._settler: Settler | None = None
-        self._has_swept = False
-        self._hurry = asyncio.Event()
-        self.update(members, settle=settle)
-
-    def update(
-        self, members: Mapping[MemberName, ProcessMember], *, settle: SettleGate | None
-    ) -> None:
-        """Replace the configuration. A life that goes on keeps its own until its end."""
-        self._members = dict(members)
-        if settle is None:
-            self._settler = None
-        elif self._settler is None:
-            self._settler = Settler(settle, env=inherited())
-        else:
-            self._settler.gate = settle  # the floor it has learnt stays true
 
     # -- the contract ----------------------------------------------------------------------
 
@@ -296,29 +231,6 @@ class ProcessDriver:
         taken = not carried_on and port_is_taken(life.spec.host, life.port)
         raise ActivationFailed("port_in_use" if taken else "exited", life.last_words())
 
-    async def _carries_on(self, life: Life) -> bool:
-        """True while anything of *life* is left but its first process. Unknown counts as true."""
-        try:
-            if await self._processes(life):
-                return True
-        except DriverUnavailable:
-            return True
-        if life.spec.gone_command is None:
-            return False
-        now = asyncio.get_running_loop().time()
-        if now >= life.asked_gone_at + _LOOK_S:
-            life.asked_gone_at = now
-            target = self._target(life.spec.name, life)
-            return not await takedown.has_left(target, self._limits)
-        return True
-
-    async def _reported_parallel(self, life: Life) -> int | None:
-        known = life.spec.profile
-        if not known.reports_parallel or known.idle_path is None:
-            return None
-        answer = await self._get(life, known.idle_path)
-        return None if answer is None else known.judge_idle(*answer).parallel
-
     # -- watching --------------------------------------------------------------------------
 
     async def _watch(self, life: Life) -> None:
@@ -327,7 +239,7 @@ class ProcessDriver:
         is_alone = len(await self._processes_or_none(life)) == 1
         refusals = 0
         while True:
-            look = _LOOK_AGAIN_S if refusals else _LOOK_S
+            look = _LOOK_AGAIN_S if refusals else LOOK_S
             if life.is_detached:
                 await asyncio.sleep(look)
             else:
@@ -386,27 +298,6 @@ class ProcessDriver:
             life.log.close()
             del self._lives[member]
 
-    def _target(self, member: MemberName, life: Life | None) -> Target:
-        spec = life.spec if life is not None else self._members.get(member)
-        if spec is None:  # left over by a configuration that we do not have any more
-            return _leftover(member, self._slot(member))
-        port = life.port if life is not None else spec.port
-        stop, gone = spec.stop_command, spec.gone_command
-        return Target(
-            member=member,
-            slot=self._slot(member),
-            child=life.child if life is not None else None,
-            sessions=life.sessions if life is not None else {},
-            host=spec.host,
-            # without a life of ours a port proves nothing: anybody may listen there
-            port=port if life is not None else None,
-            steps=spec.profile.stop if life is not None else takedown.ORPHAN_STEPS,
-            stop_command=filled(stop, member, port) if stop is not None else None,
-            gone_command=filled(gone, member, port) if gone is not None else None,
-            env=spec.environment(),
-            cwd=spec.working_directory,
-        )
-
     async def _sweep(self) -> None:
         """
         Take down what earlier routers of this state directory left running.
@@ -430,50 +321,7 @@ class ProcessDriver:
             except StateDirUnusable:
                 continue  # it has a router
             try:
-                target = _leftover(member_of(slot), slot)
+                target = leftover(member_of(slot), slot)
                 await takedown.take_down(target, self._table, self._limits)
             finally:
                 lock.release()
-
-    # -- small things ----------------------------------------------------------------------
-
-    def _turn(self, member: MemberName) -> asyncio.Lock:
-        return self._turns.setdefault(member, asyncio.Lock())
-
-    def _slot(self, member: MemberName) -> str:
-        return slot_value(self._state_id, self._pool, member)
-
-    def _log_path(self, member: MemberName) -> Path:
-        return self._state_dir / "logs" / f"{file_name(self._pool)}.{file_name(member)}.log"
-
-    def _sessions(self) -> dict[int, int]:
-        return {p: s for life in self._lives.values() for p, s in life.sessions.items()}
-
-    async def _processes(self, life: Life) -> list[Proc]:
-        return await takedown.find(self._table, self._slot(life.spec.name), life.sessions)
-
-    async def _processes_or_none(self, life: Life) -> list[Proc]:
-        with suppress(DriverUnavailable):
-            return await self._processes(life)
-        return []
-
-    async def _is_up(self, life: Life) -> bool:
-        if life.is_over:
-            return False
-        answer = await self._get(life, life.spec.profile.readiness_path)
-        if answer is None:
-            return not await port_refuses(life.spec.host, life.port) and not life.is_over
-        return life.spec.profile.judge_readiness(*answer) is Readiness.READY
-
-    async def _get(self, life: Life, path: str) -> tuple[int, bytes] | None:
-        return await self._prober.get(life.spec.host, life.port, path, timeout_s=_PROBE_S)
-
-    async def _readiness(self, life: Life) -> Readiness:
-        known = life.spec.profile
-        answer = await self._get(life, known.readiness_path)
-        return Readiness.LOADING if answer is None else known.judge_readiness(*answer)
-
-
-def _leftover(member: str, slot: str) -> Target:
-    """What an earlier router left of a member that the configuration does not have any more."""
-    return Target(member=member, slot=slot, steps=takedown.ORPHAN_STEPS, env=inherited())

@@ -233,7 +233,7 @@ async def test_g4_a_port_lost_while_loading_fails_the_load_and_not_the_pool(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the new owner of the port never answers: the exit has to end the probe
-    monkeypatch.setattr("modelpool_router.drivers.process._PROBE_S", 60.0)
+    monkeypatch.setattr("modelpool_router.drivers.lives._PROBE_S", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as first:
         port = first.getsockname()[1]
     bench.add(ALPHA, "--late-port", "--load", "0.3", port=port)
@@ -324,7 +324,7 @@ async def test_without_an_idle_probe_a_busy_member_counts_as_idle(bench: Bench) 
 async def test_a_hung_engine_is_up_but_neither_ready_nor_reachable(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("modelpool_router.drivers.process._PROBE_S", 0.2)
+    monkeypatch.setattr("modelpool_router.drivers.lives._PROBE_S", 0.2)
     bench.add(ALPHA)
     endpoint = await bench.driver.activate(ALPHA)
 
@@ -1052,7 +1052,7 @@ async def test_a_log_that_grows_too_large_is_cut_while_the_member_writes_on(
     path = bench.folder / "own.log"
     talker = "(while :; do echo 0123456789012345678901234567890123456789; done) & exec SERVER"
     bench.add(ALPHA, command=bench.shell("alpha", talker), log_file=path)
-    monkeypatch.setattr("modelpool_router.drivers.process._LOOK_S", 0.02)
+    monkeypatch.setattr("modelpool_router.drivers.process.LOOK_S", 0.02)
 
     await bench.driver.activate(ALPHA)
     old = path.with_name("own.log.1")
