@@ -160,14 +160,19 @@ def _listed(url: str, key: str) -> list[str]:
     import urllib.error
     import urllib.request
 
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/models")
+    request = urllib.request.Request(f"{url.rstrip('/').removesuffix('/v1')}/v1/models")
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(request, timeout=_MODELS_LIMIT_S) as answer:
             return [str(model["id"]) for model in json.load(answer)["data"]]
     except urllib.error.HTTPError as error:
-        fail(f"the router refused: status {error.code}", ExitCode.REFUSED, "give a --key-file")
+        way_out = (
+            "give a --key-file"
+            if error.code in (401, 403)
+            else "give the --url that clients use, or name the models"
+        )
+        fail(f"{url} lists no models: status {error.code}", ExitCode.REFUSED, way_out)
     except (OSError, ValueError, KeyError, TypeError) as error:
         fail(
             f"no router answers on {url}: {type(error).__name__}",
@@ -191,9 +196,10 @@ def _tell(summary: Summary, result: Result, report: Path | None) -> None:
     for code, count in sorted(summary.failed.items()):
         typer.echo(f"failed            {count} {code}")
     typer.echo(f"swaps             {summary.swaps}, of them in vain {summary.thrash:.0%}")
-    typer.echo(
-        f"first token       p50 {summary.first_p50_s:.2f} s, p95 {summary.first_p95_s:.2f} s, "
-        f"longest {summary.first_max_s:.2f} s"
-    )
+    if summary.served:
+        typer.echo(
+            f"first token       p50 {summary.first_p50_s:.2f} s, p95 {summary.first_p95_s:.2f} s, "
+            f"longest {summary.first_max_s:.2f} s"
+        )
     if report is not None:
         typer.echo(f"report            {report}")

@@ -13,6 +13,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -23,7 +24,8 @@ MAX_SECONDS = 900.0
 MAX_REQUESTS = 2000
 MAX_SESSIONS_AT_ONCE = 64
 LIMIT_S = 660.0
-"""Longest time for one answer: budgets of routers end before."""
+"""Longest time for one answer, and for all that goes on after the last session began: budgets of
+routers end before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ async def drive(
     """
     Send the trace to the router at *url* and wait for every answer.
 
-    Ends by itself: the trace is bounded, and so is the wait for each answer.
+    Ends by itself: the trace is bounded, and so is the wait for each answer; what still runs
+    `LIMIT_S` after the beginning of the last session is cut off, as ``unfinished``.
 
     Args:
         admin_url: Where the router tells who has the slot; nothing is told if nobody is there.
@@ -155,7 +158,7 @@ async def drive(
         told = [(at - start, view) for at, view in watch.views]
         result.phases = phases_of_views(told, result.took_s)
         return result
-    result = Result(workload)
+    result, base = Result(workload), url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)
     connector = aiohttp.TCPConnector(limit=MAX_SESSIONS_AT_ONCE)
@@ -163,19 +166,29 @@ async def drive(
         headers=headers, timeout=timeout, connector=connector
     ) as client:
         start = time.monotonic()
-        await asyncio.gather(
-            *(_session(client, url.rstrip("/"), each, start, result) for each in workload.sessions)
-        )
+        limit_s = LIMIT_S + max((each.at_s for each in workload.sessions), default=0.0)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await asyncio.gather(
+                    *(_session(client, base, each, start, result) for each in workload.sessions)
+                )
         result.took_s = time.monotonic() - start
     result.outcomes.sort(key=lambda outcome: outcome.sent_s)
     return result
 
 
 async def ask(
-    client: aiohttp.ClientSession, url: str, model: str, tokens: int, start: float
+    client: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    tokens: int,
+    start: float,
+    noted: list[Outcome] | None = None,
 ) -> Outcome:
-    """Send one streamed request and read its answer to the end."""
+    """Send one streamed request and read its answer to the end; in *noted* from its beginning."""
     outcome = Outcome(model, time.monotonic() - start)
+    if noted is not None:
+        noted.append(outcome)
     body = {
         "model": model,
         "stream": True,
@@ -192,7 +205,11 @@ async def ask(
                 outcome.code = _code(await response.read()) or str(response.status)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         outcome.code = type(error).__name__
-    outcome.ended_s = time.monotonic() - start
+    except asyncio.CancelledError:
+        outcome.code = "unfinished"
+        raise
+    finally:
+        outcome.ended_s = time.monotonic() - start
     return outcome
 
 
@@ -202,7 +219,7 @@ async def _session(
     await asyncio.sleep(max(0.0, start + session.at_s - time.monotonic()))
     for pause_s in session.pauses_s:
         await asyncio.sleep(pause_s)
-        result.outcomes.append(await ask(client, url, session.model, session.tokens, start))
+        await ask(client, url, session.model, session.tokens, start, result.outcomes)
 
 
 async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome, start: float) -> None:

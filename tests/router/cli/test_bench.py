@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from modelpool_router.cli.main import app
+from modelpool_router.testing import workload
 from modelpool_router.testing.slotwatch import Phase, phases_of_members, phases_of_views
 from modelpool_router.testing.swapreport import oldest_wait, page
 from modelpool_router.testing.workload import (
@@ -155,18 +156,33 @@ def test_the_page_draws_every_request_and_quotes_names() -> None:
 async def test_a_trace_is_driven_through_a_router(tmp_path: Path) -> None:
     members = [member(name, load=0.05, chunks=2) for name in ("alpha", "beta")]
     async with served_here(tmp_path, pool(*members, maxTurn="300ms")) as router:
-        workload = plan(
+        trace = plan(
             ["alpha", "beta", "nobody"], seconds=2, sessions_per_minute=120, tokens=2, seed=16
         )
-        made = await drive(router.url, workload)
+        made = await drive(f"{router.url}/v1", trace)
 
-        assert len(made.outcomes) == workload.requests
+        assert len(made.outcomes) == trace.requests
         assert {each.code for each in made.outcomes if not each.served} == {"model_not_found"}
         assert all(each.member == each.model for each in made.outcomes if each.served)
         summary = summarise(made)
-        assert summary.swaps >= 1 and summary.served == workload.requests - sum(
-            len(session.pauses_s) for session in workload.sessions if session.model == "nobody"
+        assert summary.swaps >= 1 and summary.served == trace.requests - sum(
+            len(session.pauses_s) for session in trace.sessions if session.model == "nobody"
         )
+
+
+async def test_a_trace_ends_although_nobody_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workload, "LIMIT_S", 0.3)
+    never = pool(member("alpha", load=60))
+    async with served_here(tmp_path, never) as router:
+        made = await drive(
+            router.url, Workload(1, ("alpha",), (Session(0.0, "alpha", (0.15,), 1),))
+        )
+
+    assert [each.code for each in made.outcomes] == ["unfinished"]
+    assert 0.3 <= made.took_s < 30
+    assert summarise(made).failed == {"unfinished": 1}
 
 
 async def test_the_command_asks_prints_and_draws(tmp_path: Path) -> None:
@@ -201,3 +217,17 @@ def test_nobody_there_is_said_in_words() -> None:
 
     assert told.exit_code == 3
     assert "no router answers" in told.output
+
+
+async def test_a_port_that_lists_no_models_is_said_in_words(tmp_path: Path) -> None:
+    async with served_here(tmp_path, pool(member("alpha"))) as router:
+        told = await asyncio.to_thread(run, app, ["bench", "--url", router.admin])
+
+    assert told.exit_code == 4
+    assert "status 404" in told.output and "--url that clients use" in told.output
+
+
+def test_a_page_that_cannot_be_written_is_said_before_the_trace(tmp_path: Path) -> None:
+    told = run(app, ["bench", "m", "--report", str(tmp_path / "missing" / "page.html")])
+
+    assert told.exit_code == 2 and "there is no folder" in told.output
