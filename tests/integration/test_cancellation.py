@@ -241,7 +241,7 @@ async def nothing_left(router: ServedScripted, quiet: set[str]) -> None:
         "requests under way": lambda: port.active,
         "holds": lambda: ledger.held,
         "bytes of bodies": lambda: ledger.held_bytes,
-        "waiters": lambda: len(pool.waiters),
+        "waiters": lambda: len(pool.waiters) + len(pool.lent),
         "leases": lambda: pool.view().in_flight,
         "connections at work": lambda: client.open_connections - client.idle_connections,
         "client connections": lambda: len(inside._front.connections),

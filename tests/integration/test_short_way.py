@@ -81,7 +81,7 @@ async def nothing_left(router: ServedScripted) -> None:
     await settled(router, lambda: not short.running, "exchanges on the short way")
     await settled(router, lambda: not inside._data_port.active, "requests")
     await settled(router, lambda: not inside._ledger.held_bytes, "bytes")
-    await settled(router, lambda: not pool.waiters, "waiters")
+    await settled(router, lambda: not (pool.waiters or pool.lent), "waiters")
     await settled(router, lambda: not pool.view().in_flight, "leases")
     client = inside._client
     await settled(

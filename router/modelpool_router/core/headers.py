@@ -247,9 +247,17 @@ def assembled_head(start: bytes, request_id: bytes, body_size: int | None) -> by
         request_id: Fit for a line, see `header_text`.
         body_size: Left out when None.
     """
+    return b"".join((start, REQUEST_ID, request_id, head_end(body_size)))
+
+
+REQUEST_ID = b"X-Request-Id: "
+
+
+def head_end(body_size: int | None) -> bytes:
+    """Return what a request's head ends with, behind the value of `REQUEST_ID`."""
     if body_size is None:
-        return b"%bX-Request-Id: %b\r\n\r\n" % (start, request_id)
-    return b"%bX-Request-Id: %b\r\nContent-Length: %d\r\n\r\n" % (start, request_id, body_size)
+        return b"\r\n\r\n"
+    return b"\r\nContent-Length: %d\r\n\r\n" % body_size
 
 
 @lru_cache(maxsize=256)
@@ -459,25 +467,21 @@ def answer_head(
     return b"".join(parts)
 
 
-def whole_answer_head(head: AnswerHead, *, request_id: bytes, member: bytes, close: bool) -> bytes:
+def whole_answer_frame(head: AnswerHead, *, member: bytes) -> tuple[bytes, bytes, bytes]:
     """
-    Build what `answer_head` does for an answer with a length to a request that was not held.
+    Return what `answer_head` does for an answer with a length to a request that was not held.
+
+    In three pieces, between which the request id belongs, for connections that stay.
 
     Args:
-        request_id, member: Fit for a line, see `header_text`.
+        member: Fit for a line, see `header_text`.
     """
     assert head.length is not None
     return (
-        b"%bx-request-id: %b\r\nrequest-id: %b\r\nx-modelpool-member: %b\r\n"
-        b"x-modelpool-held-ms: 0\r\nContent-Length: %d\r\n%b"
-        % (
-            head.lines,
-            request_id,
-            request_id,
-            member,
-            head.length,
-            b"Connection: close\r\n\r\n" if close else b"\r\n",
-        )
+        head.lines + b"x-request-id: ",
+        b"\r\nrequest-id: ",
+        b"\r\nx-modelpool-member: %b\r\nx-modelpool-held-ms: 0\r\nContent-Length: %d\r\n\r\n"
+        % (member, head.length),
     )
 
 

@@ -164,7 +164,9 @@ def plain_object(text: bytes) -> dict[str, object] | None:
     a byte or two for each. Any blank, any escape in a name and any second value of a name makes
     the text longer than what the dictionary accounts for; so if it is just as long, there is none.
     """
-    if len(text) > _SHORT or (_may_be_long(text[::_STRIDE]) and _SOME_DIGITS in _classes(text)):
+    if len(text) > _SHORT or (
+        _classes(text[::_STRIDE]).find(b"00") >= 0 and _classes(text).find(_SOME_DIGITS) >= 0
+    ):
         return None
     try:
         values: dict[str, object] = _values.decode(text)
@@ -224,7 +226,6 @@ _CLASSES = bytes(
 )
 _MANY_DIGITS = 200
 _STRIDE = 100  # so that two neighbours of a sample are in any run of many digits
-_may_be_long = re.compile(rb"[0-9]{2}").search
 _SOME_DIGITS = b"0" * 8
 _CANDIDATES = (b"0e000", b"0e+000", b"0" * _MANY_DIGITS)
 _OVERLAP = 256
@@ -302,7 +303,7 @@ def _is_suspicious(text: Text) -> bool:
         classes = _classes(tail + piece)
         start = at - len(tail)
         # nearly always there is neither an exponent nor a long run of digits
-        odd = b"0e" in classes or _SOME_DIGITS in classes
+        odd = classes.find(b"0e") >= 0 or classes.find(_SOME_DIGITS) >= 0
         for needle in _CANDIDATES if odd else ():
             found = classes.find(needle)
             while found >= 0:

@@ -115,6 +115,8 @@ class Scheduler(Lending):
                 pass
             if not self._refuse_late(now, due_too=True):
                 self._calm = self._is_calm()
+                if self._calm and self._up is not None:
+                    self._calm_parallel = self._parallel_of(self._up)
                 return out
 
     def lend(self, ticket: Ticket, member: MemberName, key: str | None, now: float) -> Epoch | None:
@@ -124,7 +126,7 @@ class Scheduler(Lending):
         Returns:
             The epoch of the lease; None, and nothing was done, if more would have to be thought of.
         """
-        if not self._calm or member != self._up or self._lent >= self._parallel_of(member):
+        if not self._calm or member != self._up or self._lent >= self._calm_parallel:
             return None
         self._leases[ticket] = Lease(Hold(ticket, member, now, now, key), self._epoch, now)
         self._lent += 1

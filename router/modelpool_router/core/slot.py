@@ -29,7 +29,7 @@ FIRST_DEFER_S = 1.0
 UNLOAD_RETRY_S = 1.0
 
 
-class Hold(msgspec.Struct):
+class Hold(msgspec.Struct, gc=False):
     ticket: Ticket
     member: MemberName
     since: float
@@ -38,7 +38,7 @@ class Hold(msgspec.Struct):
     requeued: bool = False
 
 
-class Lease(msgspec.Struct):
+class Lease(msgspec.Struct, gc=False):
     hold: Hold
     epoch: Epoch
     since: float
@@ -209,6 +209,7 @@ class SlotBook:
         self._loads = 0
         self._cause = ""
         self._calm = False
+        self._calm_parallel = 0  # of the resident, while it is calm
         self._out: list[Command] = []
 
     @property

@@ -111,6 +111,9 @@ class PoolRuntime:
         self.loop = asyncio.get_running_loop()
         self.swap_lock = asyncio.Lock()
         self.waiters: dict[Ticket, Waiter] = {}
+        """Requests that wait, or were granted after a wait."""
+        self.lent: dict[Ticket, Lease] = {}
+        """Leases of requests that never had to wait (`lend`)."""
         self.endpoints: dict[MemberName, Endpoint] = {}
         self.moved_at = -math.inf
         """When a byte of an exchange that is over last moved."""
@@ -175,25 +178,27 @@ class PoolRuntime:
         epoch = None if self._handling else self._scheduler.lend(ticket, member, key, self._now)
         if epoch is None:
             return None
-        lease = Lease(self, ticket, member, self.endpoints[member], now, epoch)
-        self.waiters[ticket] = Waiter(None, Grant(ticket, member, epoch), None, None, lease)
+        lease = self.lent[ticket] = Lease(self, ticket, member, self.endpoints[member], now, epoch)
         return lease
 
-    def take_back(self, lease: Lease) -> None:
+    def take_back(self, lease: Lease, now: float) -> None:
         """End what `lend` returned."""
-        del self.waiters[lease.ticket]
+        ticket = lease.ticket
+        del self.lent[ticket]
         if lease.moved_at > self.moved_at:
             self.moved_at = lease.moved_at
-        now = self.loop.time()
         if now > self._now:
             self._now = now
-        if self._handling or not self._scheduler.take_back(lease.ticket, self._now):
-            self.tell(Finished(lease.ticket))
+        if self._handling or not self._scheduler.take_back(ticket, self._now):
+            self.tell(Finished(ticket))
 
     def scope_of(self, lease: Lease) -> LeaseScope:
         """Return the scope that ends what `lend` returned."""
-        waiter = self.waiters[lease.ticket]
-        return LeaseScope(self, Arrived(lease.ticket, lease.member, lease.granted_at), waiter)
+        ticket = lease.ticket
+        del self.lent[ticket]
+        grant = Grant(ticket, lease.member, lease.epoch)
+        waiter = self.waiters[ticket] = Waiter(None, grant, None, None, lease)
+        return LeaseScope(self, Arrived(ticket, lease.member, lease.granted_at), waiter)
 
     async def requeue(self, lease: Lease) -> None:
         """See `Lease.renew`."""
@@ -249,6 +254,8 @@ class PoolRuntime:
 
     def end_leases(self, reason: BreakReason) -> None:
         """End every exchange that still runs, with an explicit error to its client."""
+        for lease in list(self.lent.values()):
+            lease.end(reason)
         for waiter in list(self.waiters.values()):
             if waiter.grant is not None:
                 waiter.end(reason)
@@ -305,7 +312,7 @@ class PoolRuntime:
                 waiter.refusal = command
                 waiter.wake()
             case EndLease(ticket, reason):
-                self.waiters[ticket].end(reason)
+                (self.lent.get(ticket) or self.waiters[ticket]).end(reason)
             case Load(member, epoch):
                 self._cancel_load = self._tasks.start(self._load(member, epoch), f"load {member}")
             case CancelLoad():
@@ -451,11 +458,9 @@ class PoolRuntime:
             member, epoch = self._resident, self._epoch
             if member is None:
                 continue
-            moved_at = max(
-                (w.lease.moved_at for w in self.waiters.values() if w.lease is not None),
-                default=-math.inf,
-            )
-            moved_at = max(moved_at, self.moved_at)
+            leases = [each.lease for each in self.waiters.values() if each.lease is not None]
+            leases += self.lent.values()
+            moved_at = max([self.moved_at, *(lease.moved_at for lease in leases)])
             # Nothing moves in an idle resident either: it may hang as well as a busy one.
             stands = moved_at <= looked_at
             looked_at = self.loop.time()

@@ -78,7 +78,7 @@ class Pools:
     @property
     def in_flight(self) -> int:
         """Requests that hold a lease or wait for one."""
-        return sum(len(pool.waiters) for pool in self._pools.values())
+        return sum(len(pool.waiters) + len(pool.lent) for pool in self._pools.values())
 
     async def start_new(self, specs: Mapping[PoolName, PoolSpec]) -> list[PoolName]:
         """

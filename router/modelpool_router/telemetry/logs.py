@@ -171,8 +171,9 @@ class _Request(msgspec.Struct, gc=False):
         return self.render(msgspec.to_builtins(self._line()))
 
     def _as_usual(self) -> str:
-        """Return the line from a frame if nothing in it is absent or has to be escaped, else ''."""
-        if self.held_ms is None or self.ttfb_ms is None or not self.request_id.isidentifier():
+        """Return the line from a frame if nothing that differs is absent, else ''."""
+        held_ms, ttfb_ms = self.held_ms, self.ttfb_ms
+        if held_ms is None or ttfb_ms is None:
             return ""
         frame = _frame(
             self.pool,
@@ -187,10 +188,10 @@ class _Request(msgspec.Struct, gc=False):
         return frame % (
             _second(second),
             (self.at - second) * 1000,
-            self.request_id,
-            self.held_ms,
+            msgspec.json.encode(self.request_id).decode(),
+            f"{held_ms:.1f}" if held_ms else "0.0",
             self.sent_bytes,
-            self.ttfb_ms,
+            ttfb_ms,
             self.duration_ms,
         )
 
@@ -256,8 +257,8 @@ def _frame(
     text = msgspec.json.encode(line).decode().replace("%", "%%")
     for field, hole in (
         ('"timestamp":""', '"timestamp":"%s.%03dZ"'),
-        ('"request_id":""', '"request_id":"%s"'),
-        ('"held_ms":-1.0', '"held_ms":%.1f'),
+        ('"request_id":""', '"request_id":%s'),
+        ('"held_ms":-1.0', '"held_ms":%s'),
         ('"bytes":-1', '"bytes":%d'),
         ('"ttfb_ms":-1.0', '"ttfb_ms":%.1f'),
         ('"duration_ms":-1.0', '"duration_ms":%.1f'),
@@ -297,7 +298,6 @@ class Logs:
 
     def request_line(
         self,
-        *,
         request_id: str,
         pool: str | None,
         member: str | None,

@@ -142,7 +142,7 @@ class Metrics:
         if held_s is not None:
             hold = self._holds.get((pool, member, outcome))
             if hold is not None:  # (`observe`, without the call)
-                hold.counts[bisect_left(hold.bounds, held_s)] += 1
+                hold.counts[bisect_left(hold.bounds, held_s) if held_s else 0] += 1
                 hold.total += held_s
         if ttfb_s is not None:
             first_byte = self._first_bytes.get((pool, member))

@@ -33,13 +33,31 @@ MAX_INTERIM_ANSWERS: Final = 16
 
 
 class KnownHead:
-    """What an upstream's answers on one connection begin with, Content-Length apart."""
+    """What the answers of a member begin with, as far as its last one tells."""
 
-    __slots__ = ("head", "stencil")
+    __slots__ = ("end", "head", "raw", "size", "stencil")
 
     def __init__(self) -> None:
+        self.raw = b""
+        self.end = 0
+        """Where its body began."""
+        self.size = -1
+        """Of the whole answer; -1 when there is none that may come again."""
         self.stencil: Stencil | None = None
+        """For heads that differ in their Content-Length alone."""
         self.head: AnswerHead | None = None
+
+    def note(self, raw: bytes, head: AnswerHead) -> None:
+        """Remember a head whose body has a length."""
+        assert head.length is not None
+        self.raw, self.head = raw, head
+        self.end = len(raw)
+        # (a 503 is looked at in the usual way: the member may be loading)
+        self.size = -1 if head.status == 503 else self.end + head.length
+
+    def whole(self, data: bytes) -> AnswerHead | None:
+        """Return the head that *data* begins with if it is that of the last answer, and no more."""
+        return self.head if len(data) == self.size and data.startswith(self.raw) else None
 
 
 class AnswerReader:
@@ -176,7 +194,8 @@ class AnswerReader:
         known = self._known
         if known is not None and head.framing is Framing.LENGTH:
             assert head.length is not None
-            known.stencil, known.head = Stencil.of(raw, head.length), head
+            known.stencil = Stencil.of(raw, head.length)
+            known.note(raw, head)
         self._left = head.length or 0
         self._buffer = b""
         return data
@@ -196,6 +215,7 @@ class AnswerReader:
             last.event_stream,
             last.encoded,
         )
+        known.note(data[: stencil.end], self.head)
         body = data[stencil.end :]
         self._left = length - len(body)
         if self._left < 0:

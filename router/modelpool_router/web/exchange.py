@@ -257,6 +257,11 @@ class Exchange:
         elif framed is not None and self._connection is not None:
             self._connection.straight = self._sink.straight(self._hold_back)
 
+    def on_whole(self, head: AnswerHead, body: bytes) -> None:
+        """Take an answer in one piece."""
+        self.on_head(head)
+        self.on_body((body,) if body else (), None, last=True)
+
     def on_failed(self, error: ExchangeError) -> None:
         """The upstream will not complete its answer."""
         self._connection = None

@@ -69,7 +69,7 @@ _lines: dict[bytes, _Line] = {}
 class PlainHead:
     """A head that was found to be plain."""
 
-    __slots__ = ("end", "facts", "fields", "length", "method", "path", "raw", "stencil")
+    __slots__ = ("end", "facts", "fields", "length", "method", "path", "raw", "stencil", "text")
 
     def __init__(
         self, method: str, path: str, fields: PlainFields, raw: list[Field], end: int, length: int
@@ -82,6 +82,8 @@ class PlainHead:
         """Where its body begins."""
         self.length = length
         """Of the body."""
+        self.text = b""
+        """As it came."""
         self.stencil: Stencil | None = None
         """What the client's next head mostly fits into; *length* and *end* are then set anew."""
         self.facts: Facts | None = None
@@ -329,6 +331,9 @@ class OwnConnection(BaseProtocol):
     # --- reading ---------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        if self._running is None and not (self._missing or self._deaf):
+            self._begin(data)
+            return
         if self._deaf:
             return
         if self._missing:
@@ -374,20 +379,19 @@ class OwnConnection(BaseProtocol):
     def _begin(self, data: bytes) -> None:
         """Answer the request at the beginning of *data*, or leave the connection to aiohttp."""
         head = self._head
-        if head is not None and head.stencil is not None and head.stencil.fits(data):
-            head.length, head.end = head.stencil.length, head.stencil.end
-        else:
+        if head is None or not (data.startswith(head.text) or self._fits(head, data)):
             head = read_head(data)
             if head is None:
                 self._hand_over(data)
                 return
             if head.method == "POST":
-                head.stencil = Stencil.of(data[: head.end], head.length)
+                head.text = data[: head.end]
+                head.stencil = Stencil.of(head.text, head.length)
                 self._head = head
-        whole = head.end + head.length
+        begin, whole = head.end, head.end + head.length
         if len(data) >= whole:
             self._backlog = data[whole:]
-            self._answer_whole(head, data[head.end : whole])
+            self._answer_whole(head, data[begin:whole])
             return
         self._backlog = b""
         short = self._server.short
@@ -399,6 +403,15 @@ class OwnConnection(BaseProtocol):
             self._server.watch(self, _COLLECT_S)
             return
         self._answer_stream(head, data[head.end :])
+
+    def _fits(self, head: PlainHead, data: bytes) -> bool:
+        """Say whether *data* begins with *head* but for its length; note that length then."""
+        stencil = head.stencil
+        if stencil is None or not stencil.fits(data):
+            return False
+        head.length, head.end = stencil.length, stencil.end
+        head.text = data[: stencil.end]
+        return True
 
     def _answer_stream(self, head: PlainHead, received: bytes) -> None:
         """Answer a request whose body is still on its way."""
@@ -422,9 +435,10 @@ class OwnConnection(BaseProtocol):
         return wished_id(dict.get(head.fields, "x-request-id")) or next(self.ids)
 
     @property
-    def has_cors(self) -> bool:
-        """Whether answers need `extra_fields`."""
-        return bool(self._server.options.cors.origins)
+    def is_as_usual(self) -> bool:
+        """Whether nothing has to be added to the answer under way: no `extra_fields`, no end."""
+        server = self._server
+        return not (self._deaf or server.draining or server.options.cors.origins)
 
     def extra_fields(self, head: PlainHead) -> tuple[Field, ...]:
         """Return what else belongs into every answer to a request with this head."""
@@ -476,15 +490,15 @@ class OwnConnection(BaseProtocol):
             transport.write(self._server.written(request, response, close=not stays))
         if transport.is_closing():
             return
-        self.settled(stays=stays, unread=unread)
+        self.settled(self._loop.time(), stays=stays, unread=unread)
 
-    def settled(self, *, stays: bool, unread: bool = False) -> None:
+    def settled(self, now: float, *, stays: bool, unread: bool = False) -> None:
         """Go on with the next request, or end the connection: an answer was sent."""
         self._running = None
         if not stays:
             self._end(linger=unread or self._deaf)
             return
-        self._since = self._loop.time()
+        self._since = now
         self._idle_limit = self._server.options.keep_alive_s
         if self._backlog:
             self._loop.call_soon(self._go_on)

@@ -9,7 +9,8 @@ Before anything was done, `ShortWay.begin` returns None and the general way begi
 whatever is not as usual (a member that is loading, a failure before the answer, a deadline, a lease
 that is ended) lets the general way go on from the point that was reached.
 
-No coroutine, no future, no timer; the request line of every head is understood once a connection.
+No coroutine, no future, no timer; what a head means is found out once a connection, and what can be
+said in advance of requests and answers is kept ready.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from ..core.body import BadBody, inspect_json
 from ..core.catalog import Route, UnknownModel
 from ..core.commands import BreakReason
 from ..core.headers import (
+    REQUEST_ID,
     AnswerHead,
     ExchangeIds,
     Framing,
     allowed_lines,
     answer_head,
-    assembled_head,
     authority,
+    head_end,
     header_text,
     request_line,
-    whole_answer_head,
+    whole_answer_frame,
 )
 from ..core.paths import Kind, PathRule, find_path
 from ..core.spec import HoldLedger
@@ -55,7 +57,7 @@ from .request import wished_id
 from .sink import ClientSink, watch_rest
 from .surface import Surface
 from .sweep import Sweep
-from .upstream import UpstreamClient, UpstreamConnection
+from .upstream import Life, UpstreamClient, UpstreamConnection
 
 
 class General(Protocol):
@@ -88,11 +90,12 @@ class Facts:
     """What a head means under a certain configuration, and under certain keys."""
 
     __slots__ = (
-        "caller", "endpoint", "limits", "lines", "member", "name", "pool", "request_id", "ring",
-        "route", "rule", "start", "surface", "usable",
+        "answer", "caller", "endpoint", "frame", "life", "limits", "lines", "max_size", "member",
+        "name", "pool", "request_end", "request_id", "ring", "route", "rule", "size", "start",
+        "surface",
     )  # fmt: skip
 
-    # there if it is usable
+    # there if bodies of some size are usable
     rule: PathRule
     caller: Caller
     lines: bytes
@@ -104,11 +107,18 @@ class Facts:
     member: bytes
     # there if *endpoint* is: of the life of the member that was asked last
     start: bytes
+    life: Life
+    # there if *size* is, or *answer*: of what was sent and answered last
+    request_end: bytes
+    frame: tuple[bytes, bytes, bytes]
 
     def __init__(self, surface: Surface, ring: object) -> None:
         self.surface = surface
         self.ring = ring
-        self.usable = False
+        self.max_size = -1
+        """Longest body that may go the short way; -1 if none may."""
+        self.size = -1
+        self.answer: AnswerHead | None = None
         self.name: str | None = None
         self.endpoint: Endpoint | None = None
 
@@ -138,8 +148,7 @@ class ShortWay:
 
     def expects(self, head: PlainHead) -> bool:
         """Say whether a request with this head may go the short way once its body is here."""
-        facts = self._facts_of(head)
-        return facts.usable and head.length <= facts.surface.intake.max_body_bytes
+        return head.length <= self._facts_of(head).max_size
 
     def _facts_of(self, head: PlainHead) -> Facts:
         surface, facts = self.general.surface, head.facts
@@ -152,9 +161,8 @@ class ShortWay:
     ) -> ShortExchange | None:
         """Send the request to its member; None when anything is unusual, and nothing was done."""
         facts = self._facts_of(head)
-        surface = facts.surface
         size = len(body)
-        if not facts.usable or size > surface.intake.max_body_bytes:
+        if size > facts.max_size:
             return None
         try:
             wanted = inspect_json(body)
@@ -163,7 +171,7 @@ class ShortWay:
         if wanted.model != facts.name and not self._find(facts, wanted.model):
             return None
         pool, member = facts.pool, facts.route.member
-        if wanted.stream and surface.keepalive is not None:
+        if wanted.stream and facts.surface.keepalive is not None:
             return None
         if not self.ledger.reserve_bytes(size):
             return None
@@ -172,14 +180,17 @@ class ShortWay:
             self.ledger.release_bytes(size)
             return None
         endpoint = lease.endpoint
-        upstream = self.client.take(endpoint) or self.client.open(endpoint)
         if endpoint is not facts.endpoint:
-            facts.endpoint = endpoint
+            facts.endpoint, facts.life = endpoint, self.client.life_of(endpoint)
             target = endpoint.base_path + facts.rule.upstream
             line = request_line("POST", target, authority(endpoint.host, endpoint.port))
-            facts.start = line + facts.lines
+            facts.start = line + facts.lines + REQUEST_ID
+        upstream = self.client.take_from(facts.life) or self.client.open(endpoint)
+        if size != facts.size:
+            facts.size, facts.request_end = size, head_end(size)
         now = lease.granted_at
         request_id = facts.request_id or next(connection.ids)
+        raw_id = request_id.encode("ascii")
         exchange = ShortExchange(
             self,
             connection,
@@ -193,7 +204,7 @@ class ShortWay:
             now,
             now + facts.limits.response_timeout_s,
             request_id,
-            request_id.encode("ascii"),
+            raw_id,
         )
         lease.on_break = exchange.break_off
         self.running.add(exchange)
@@ -202,7 +213,7 @@ class ShortWay:
             self.client.sweep.add(self)
         self.general.active += 1
         upstream.begin(exchange, "POST")
-        upstream.write(assembled_head(facts.start, exchange.raw_id, size) + body)
+        upstream.write(b"".join((facts.start, raw_id, facts.request_end, body)))
         upstream.request_sent = True
         return exchange
 
@@ -229,7 +240,7 @@ class ShortWay:
         facts.rule = rule
         facts.request_id = wished_id(head.fields.get("x-request-id"))
         facts.lines = b"".join(allowed_lines(head.raw))
-        facts.usable = True
+        facts.max_size = surface.intake.max_body_bytes
         return facts
 
     def _find(self, facts: Facts, name: str | None) -> bool:
@@ -247,7 +258,7 @@ class ShortWay:
         facts.name, facts.route, facts.pool = name, route, pool
         facts.limits = facts.surface.pools[route.pool].limits
         facts.member = header_text(route.member)
-        facts.endpoint = None
+        facts.endpoint = facts.answer = None
         return True
 
 
@@ -287,61 +298,61 @@ class ShortExchange(msgspec.Struct, eq=False):
             return
         if self.relay is None:
             self.upstream.abort()
-            self._close("client_gone", "client_gone", None, 0)
+            self._close("client_gone", "client_gone", None, 0, self.way.loop.time())
         else:
             so_far = self.relay.exchange.so_far()
-            self.first_byte_at = so_far.first_byte_at or 0.0
-            self._close("client_gone", "client_gone", so_far.status or None, so_far.bytes_sent)
+            self._account(so_far)
         self.client.lost()
 
     # -- Receiver --------------------------------------------------------------------------------
 
     def on_head(self, head: AnswerHead) -> None:
         """See whether this is an answer for the short way."""
-        if (
-            head.framing is Framing.LENGTH
-            and self.upstream.answer_is_whole
-            and head.status != 503
-            and not self.client.writing_paused
-        ):
-            self.answer = head
-        elif head.status == 503:
+        if head.status == 503:
             self._go_on(None)  # it may be loading
+        elif head.framing is Framing.LENGTH and self.upstream.answer_is_whole:
+            self.answer = head
         else:
             self._relay()
 
     def on_body(self, pieces: Sequence[bytes], framed: bytes | None, *, last: bool) -> None:
-        """Send the answer, whole as it is."""
-        answer, client = self.answer, self.client
-        if answer is None:
+        """Send the answer, which is whole."""
+        if self.answer is None:
             self.upstream.abort()  # the general way had nobody to pass it on to
-            return
-        assert last
-        now = self.first_byte_at = self.way.loop.time()
-        self.lease.moved_at = now
+        else:
+            assert last
+            self.on_whole(self.answer, pieces[0] if pieces else b"")
+
+    def on_whole(self, head: AnswerHead, body: bytes) -> None:
+        """Send the answer."""
+        facts, client = self.facts, self.client
+        now = self.first_byte_at = self.lease.moved_at = self.way.loop.time()
         transport = client.transport
         if transport is None or transport.is_closing():
-            self._close("client_gone", "client_gone", answer.status, 0)
+            self._close("client_gone", "client_gone", head.status, 0, now)
             client.lost()
             return
-        ends = client.ends
-        if client.has_cors:
-            ids = ExchangeIds(self.request_id, client.extra_fields(self.head))
-            member = self.lease.member
-            data = answer_head(
-                answer, Framing.LENGTH, ids=ids, member=member, held_ms=0, close=ends
-            )
+        stays = True
+        if client.is_as_usual:
+            if head is not facts.answer:
+                facts.answer = head
+                facts.frame = whole_answer_frame(head, member=facts.member)
+            before, between, after = facts.frame
+            data = b"".join((before, self.raw_id, between, self.raw_id, after, body))
         else:
-            data = whole_answer_head(
-                answer, request_id=self.raw_id, member=self.facts.member, close=ends
+            ids = ExchangeIds(self.request_id, client.extra_fields(self.head))
+            member, stays = self.lease.member, not client.ends
+            data = (
+                answer_head(
+                    head, Framing.LENGTH, ids=ids, member=member, held_ms=0, close=not stays
+                )
+                + body
             )
-        if pieces:
-            data += pieces[0]
         transport.write(data)
         if transport.get_write_buffer_size():
-            watch_rest(transport, self.way.client.sweep, self.facts.limits.write_stall_s, now)
-        self._close("served", "", answer.status, len(data))
-        client.settled(stays=not ends)
+            watch_rest(transport, self.way.client.sweep, facts.limits.write_stall_s, now)
+        self._close("served", "", head.status, len(data), now)
+        client.settled(now, stays=stays)
 
     def on_failed(self, error: ExchangeError) -> None:
         """Let the general way see whether it can be tried again."""
@@ -370,11 +381,24 @@ class ShortExchange(msgspec.Struct, eq=False):
         if self.over is not None and not self.over.done():
             self.over.set_result(None)
 
-    def _close(self, outcome: str, code: str, status: int | None, sent_bytes: int) -> None:
+    def _account(self, result: Forwarded) -> None:
+        """Close with what became of an answer that was passed on."""
+        self.first_byte_at = result.first_byte_at or 0.0
+        self._close(
+            result.outcome,
+            result.code or "",
+            result.status or None,
+            result.bytes_sent,
+            self.way.loop.time(),
+        )
+
+    def _close(
+        self, outcome: str, code: str, status: int | None, sent_bytes: int, now: float
+    ) -> None:
         """Give back what was lent, and account for the request."""
         way, facts = self.way, self.facts
         self._leave()
-        self.lease.pool.take_back(self.lease)
+        self.lease.pool.take_back(self.lease, now)
         way.ledger.release_bytes(len(self.body))  # (of which a relay leaves nothing)
         way.general.ended()
         way.accountant.close_short(
@@ -388,6 +412,7 @@ class ShortExchange(msgspec.Struct, eq=False):
             sent_bytes,
             self.since,
             self.first_byte_at,
+            now,
         )
 
     def _relay(self) -> None:
@@ -420,8 +445,7 @@ class ShortExchange(msgspec.Struct, eq=False):
         """The answer that was passed on is over."""
         relay = self.relay
         assert relay is not None and isinstance(result, Forwarded)
-        self.first_byte_at = result.first_byte_at or 0.0
-        self._close(result.outcome, result.code or "", result.status or None, result.bytes_sent)
+        self._account(result)
         self.client.answered(relay.request, result.response)
 
     def _go_on(self, error: ExchangeError | None) -> None:

@@ -28,6 +28,7 @@ from .dial import attach, connected_here, dial, is_here, refusal
 from .faults import ConnectRefused, ExchangeError, UpstreamProtocolError, UpstreamReset
 from .sweep import Sweep
 
+_LIVES_KEPT: Final = 256
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 
 
@@ -62,6 +63,10 @@ class Receiver(Protocol):
         """
         ...
 
+    def on_whole(self, head: AnswerHead, body: bytes) -> None:
+        """All of the answer is here, with a length. Instead of `on_head` and `on_body`."""
+        ...
+
     def on_failed(self, error: ExchangeError) -> None:
         """The answer will not be completed; the connection is closed."""
         ...
@@ -88,7 +93,8 @@ class UpstreamConnection(asyncio.Protocol):
         It may decline one by returning False. The first byte of the exchange took the usual way.
         """
         self._client = client
-        self._known = KnownHead()
+        self.life = client.life(key)
+        self._method = ""
         self._receiver: Receiver | None = None
         self._reader: AnswerReader | None = None
         self._transport: asyncio.Transport | None = None
@@ -105,10 +111,9 @@ class UpstreamConnection(asyncio.Protocol):
     def begin(self, receiver: Receiver, method: str) -> None:
         """Start an exchange: what arrives from now on is the answer to it."""
         self._receiver = receiver
+        self._method = method
         self.straight = None
         self.answered = self.request_sent = False
-        # (what a head means depends on the method)
-        self._reader = AnswerReader(method, self._known if method == "POST" else None)
 
     def write(self, data: bytes | memoryview) -> None:
         """
@@ -166,16 +171,17 @@ class UpstreamConnection(asyncio.Protocol):
         if self._dialling is not None:
             self._dialling.cancel()
 
-    def is_fresh(self, now: float, reuse_s: float) -> bool:
-        """Whether an idle connection may carry another request."""
-        if self._transport is None or self._transport.is_closing():
+    def is_fresh(self) -> bool:
+        """Whether an idle connection may carry another request, as far as can be seen now."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
             return False
-        # Readable while idle means closed or, worse, bytes that nobody asked for, which would be
-        # taken for the next answer. The loop has not seen them yet; the kernel has.
         if self._poll is None:
             self._poll = select.poll()
-            self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return now - self.idle_since < reuse_s and not self._poll.poll(0)
+            self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        # Readable while idle means closed or, worse, bytes that nobody asked for, which would be
+        # taken for the next answer. The loop has not seen them yet; the kernel has.
+        return not self._poll.poll(0)
 
     # -- while it is being made ----------------------------------------------------------
 
@@ -248,14 +254,24 @@ class UpstreamConnection(asyncio.Protocol):
         self._wake_sender()
 
     def data_received(self, data: bytes) -> None:
-        reader = self._reader
-        if reader is None:
+        reader, straight = self._reader, self.straight
+        if reader is not None and straight is not None and reader.is_plain(data) and straight(data):
+            return
+        receiver = self._receiver
+        if receiver is None:
             self.abort()  # nobody asked
             return
-        straight = self.straight
-        if straight is not None and reader.is_plain(data) and straight(data):
-            return
         self.answered = True
+        if reader is None:
+            known = self.life.known if self._method == "POST" else None
+            head = None if known is None else known.whole(data)
+            if known is not None and head is not None:
+                body = data[known.end :]
+                self._end(head)
+                receiver.on_whole(head, body)
+                return
+            # (what a head means depends on the method)
+            reader = self._reader = AnswerReader(self._method, known)
         with_head = reader.head is None
         try:
             if not reader.feed(data):
@@ -281,29 +297,29 @@ class UpstreamConnection(asyncio.Protocol):
                 if self._receiver is not receiver:
                     return
         if reader.ended:
-            self._receiver = self._reader = self.straight = None
             reader.close()
-            if self._read_paused:
-                self.resume_reading()
-            if not self._may_be_reused(reader.head) or not self._client.keep(self):
-                self.abort()
+            self._end(reader.head)
         receiver.on_body(reader.pieces, reader.framed, last=reader.ended)
 
-    def _may_be_reused(self, head: AnswerHead) -> bool:
-        return (
+    def _end(self, head: AnswerHead) -> None:
+        """The answer with this head is complete: rest, or close."""
+        self._receiver = self._reader = self.straight = None
+        if self._read_paused:
+            self.resume_reading()
+        may_be_reused = (
             head.keep_alive
             and self.request_sent
             and not head.event_stream
             and head.framing is not Framing.CHUNKED
         )
+        if not may_be_reused or not self._client.keep(self):
+            self.abort()
 
     def _lost(self, exc: Exception | None) -> None:
         reader = self._reader
-        if reader is None:
-            return
-        if exc is None and reader.feed_eof():
+        if exc is None and reader is not None and reader.feed_eof():
             self._deliver(reader, with_head=False)
-        else:
+        elif self._receiver is not None:
             self._fail(UpstreamReset())
 
     def _fail(self, error: ExchangeError) -> None:
@@ -327,6 +343,19 @@ def _keep_alive(sock: socket.socket) -> None:
 _Key = tuple[str, str, int, bool]
 
 
+class Life:
+    """What is known of one life of a member, by what its connections are told."""
+
+    __slots__ = ("idle", "is_over", "known")
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.idle: list[UpstreamConnection] = []
+        """Connections that rest, the youngest last."""
+        self.known = KnownHead()
+        """How its answers begin."""
+
+
 class UpstreamClient:
     """
     Lends connections, by the identity of who is behind them.
@@ -348,8 +377,9 @@ class UpstreamClient:
         self._loop = loop
         self._tls = tls
         self._open: set[UpstreamConnection] = set()
-        self._idle: dict[_Key, list[UpstreamConnection]] = {}
+        self._lives: dict[_Key, Life] = {}
         self._dialling: set[asyncio.Task[None]] = set()
+        self._is_watching = False
         self.closing = False
         """Nothing is begun any more."""
 
@@ -361,21 +391,28 @@ class UpstreamClient:
     @property
     def idle_connections(self) -> int:
         """Connections kept for another request."""
-        return sum(len(idle) for idle in self._idle.values())
+        return sum(len(life.idle) for life in self._lives.values())
 
     def take(self, endpoint: Endpoint) -> UpstreamConnection | None:
         """Return a kept connection to this life of *endpoint*, the youngest, or None."""
-        key = (endpoint.identity, endpoint.host, endpoint.port, endpoint.tls)
-        idle = self._idle.get(key)
-        now = self._loop.time()
-        while idle:
-            connection = idle.pop()
-            if connection.is_fresh(now, self.limits.reuse_s):
-                connection.reused = True
-                return connection
-            connection.abort()
-        self._idle.pop(key, None)
+        return self.take_from(self.life(_key(endpoint)))
+
+    def take_from(self, life: Life) -> UpstreamConnection | None:
+        """Do what `take` does for those who remember the life."""
+        idle = life.idle
+        if idle:
+            oldest_s = self._loop.time() - self.limits.reuse_s
+            while idle:
+                connection = idle.pop()
+                if connection.idle_since > oldest_s and connection.is_fresh():
+                    connection.reused = True
+                    return connection
+                connection.abort()
         return None
+
+    def life_of(self, endpoint: Endpoint) -> Life:
+        """Return what is known of this life of *endpoint*."""
+        return self.life(_key(endpoint))
 
     async def connect(self, endpoint: Endpoint) -> UpstreamConnection:
         """
@@ -421,15 +458,15 @@ class UpstreamClient:
         return connection
 
     def drop(self, identity: str) -> None:
-        """Close the idle connections to a life of a member that is over."""
-        for key in [key for key in self._idle if key[0] == identity]:
-            for connection in self._idle.pop(key):
-                connection.abort()
+        """Close the idle connections to a life of a member that is over, and forget it."""
+        for key in [key for key in self._lives if key[0] == identity]:
+            self._forget(key)
 
     def close(self) -> None:
         """Close everything; exchanges that still run fail."""
         self.closing = True
-        self._idle.clear()
+        for life in self._lives.values():
+            life.idle.clear()
         for dialling in tuple(self._dialling):
             dialling.cancel()
         for connection in tuple(self._open):
@@ -438,14 +475,29 @@ class UpstreamClient:
 
     def check(self, now: float) -> None:
         """Close what has been idle for too long to be used again."""
-        for key, idle in tuple(self._idle.items()):
-            # the oldest come first: what is taken and given back goes to the end
-            while idle and now - idle[0].idle_since >= self.limits.reuse_s:
-                idle.pop(0).abort()
-            if not idle:
-                del self._idle[key]
-        if not self._idle:
+        oldest_s = now - self.limits.reuse_s
+        for life in tuple(self._lives.values()):
+            # the oldest come first
+            while life.idle and life.idle[0].idle_since <= oldest_s:
+                life.idle.pop(0).abort()
+        if not self.idle_connections:
+            self._is_watching = False
             self.sweep.discard(self)
+
+    def life(self, key: _Key) -> Life:
+        """Return what is known of a life."""
+        life = self._lives.get(key)
+        if life is None:
+            if len(self._lives) >= _LIVES_KEPT:
+                self._forget(next(iter(self._lives)))
+            life = self._lives[key] = Life()
+        return life
+
+    def _forget(self, key: _Key) -> None:
+        life = self._lives.pop(key)
+        life.is_over = True
+        for connection in tuple(life.idle):
+            connection.abort()
 
     # -- called by connections -----------------------------------------------------------
 
@@ -455,24 +507,20 @@ class UpstreamClient:
 
     def keep(self, connection: UpstreamConnection) -> bool:
         """Keep an idle connection for another request; False if it must be closed."""
-        if self.closing:
+        if self.closing or connection.life.is_over:
             return False
         connection.idle_since = self._loop.time()
-        idle = self._idle.get(connection.key)
-        if idle is not None:
-            idle.append(connection)
-        else:
-            self._idle[connection.key] = [connection]
+        connection.life.idle.append(connection)
+        if not self._is_watching:
+            self._is_watching = True
             self.sweep.add(self)
         return True
 
     def closed(self, connection: UpstreamConnection) -> None:
         """Forget it."""
         self._open.discard(connection)
-        idle = self._idle.get(connection.key)
-        if idle is not None:
-            with suppress(ValueError):
-                idle.remove(connection)
+        with suppress(ValueError):
+            connection.life.idle.remove(connection)
 
 
 def _key(endpoint: Endpoint) -> _Key:

@@ -75,7 +75,7 @@ class Bench:
     def assert_quiet(self) -> None:
         view = self.pool.view()
         assert (view.held, view.in_flight, self.ledger.held) == (0, 0, 0)
-        assert not self.pool.waiters
+        assert not self.pool.waiters and not self.pool.lent
         assert self.driver.violations == []
 
 
