@@ -6,6 +6,8 @@ import asyncio
 import gc
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -82,6 +84,29 @@ async def test_a_second_signal_hurries_members_as_well(tmp_path: Path, stage: st
         await router.until_lock_is_free()
 
 
+async def test_signals_without_end_change_nothing_about_the_end(tmp_path: Path) -> None:
+    async with served(tmp_path, pool(member("alpha"))) as router:
+        await router.answered("alpha")
+        with suppress(ProcessLookupError):
+            while router.exit_code is None:
+                router.signal(signal.SIGTERM)
+                router.signal(signal.SIGINT)
+                await asyncio.sleep(0)
+        assert await router.ended() == 0
+        assert router.errors == ""
+        assert router.log_lines("stopped")
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Leave signals to the next test as this one found them."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 async def test_what_outlasts_the_limit_is_told_so(tmp_path: Path) -> None:
     settings = {"shutdownTimeout": "600ms"}
     async with served(tmp_path, pool(member("alpha"), member("beta")), **settings) as router:
@@ -120,6 +145,7 @@ async def test_kept_connections_do_not_delay_the_end(tmp_path: Path) -> None:
                 assert asyncio.get_running_loop().time() - began < 5.0
 
 
+@pytest.mark.usefixtures("own_signals")
 async def test_a_member_that_cannot_be_proven_gone_is_told_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,8 @@ def _signals(stop: Callable[[], None], again: Callable[[], None]) -> Iterator[No
     finally:
         for number in handlers:
             loop.remove_signal_handler(number)
+            # The process ends by itself now: one more must not turn that into an abort.
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def _reload_when_asked(router: Router, asked: asyncio.Event) -> None:

@@ -246,6 +246,8 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for kind in kinds:
             loop.remove_signal_handler(kind)
+            # The process ends by itself now: one more must not turn that into an abort.
+            signal.signal(kind, signal.SIG_IGN)
 
 
 async def _exchange(

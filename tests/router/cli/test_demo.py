@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,7 +107,10 @@ def test_without_once_it_stays_up_until_ctrl_c_and_leaves_nothing_behind() -> No
                 if "stays up" in line:
                     break
             members = members_of(demo.pid)
-            demo.send_signal(signal.SIGINT)
+            deadline = time.monotonic() + 30
+            while demo.poll() is None and time.monotonic() < deadline:
+                demo.send_signal(signal.SIGINT)  # an impatient one: more than one change nothing
+                os.sched_yield()
             _, err = demo.communicate(timeout=30)
         finally:
             demo.kill()
