@@ -10,13 +10,18 @@ from typing import Any
 
 from cluster_kubectl import KubectlFailed
 from cluster_objects import GPU, container, queues
+from cluster_operator import install
+from cluster_roles import OPERATOR
 from harness import OwnCluster
-from modelpool_api import schema
-from modelpool_api.names import MEMBER_INDEX_LABEL, REPLACEMENTS_ANNOTATION, group_name
+from modelpool_api.names import (
+    MEMBER_INDEX_LABEL,
+    OPERATOR_MANAGER,
+    REPLACEMENTS_ANNOTATION,
+    group_name,
+)
 from modelpool_kube.client import KubeClient, connect
-from modelpool_kube.errors import AlreadyExists, KubeError, NotFound
+from modelpool_kube.errors import KubeError, NotFound
 from modelpool_kube.kinds import (
-    CRDS,
     INSTANCE_TYPES,
     MODEL_DEPLOYMENTS,
     PODS,
@@ -50,25 +55,34 @@ class Ground:
     """
     One namespace with queues and types, and an operator that looks again and again.
 
+    Args of the constructor:
+        own: The cluster.
+        client: With the rights of a person, for the test.
+        acting: With the rights of the operator and no others.
+        namespace: Where.
+
     Attributes:
         looks: Whether the operator in here looks; not while a process of its own does.
     """
 
-    def __init__(self, own: OwnCluster, client: KubeClient, namespace: str) -> None:
+    def __init__(
+        self, own: OwnCluster, client: KubeClient, acting: KubeClient, namespace: str
+    ) -> None:
         self.own = own
         self.looks = True
         self.client = client
+        self._acting = acting
         self.namespace = namespace
         self.told: list[str] = []
         self.trouble: list[str] = []
-        self.operator = ModelDeployments(client, self._tell)
+        self.operator = ModelDeployments(acting, self._tell)
 
     async def _tell(self, obj: Json, note: Note) -> None:
         self.told.append(f"{note.reason.value}: {note.message}")
 
     def restart(self) -> None:
         """Go on with an operator that remembers nothing."""
-        self.operator = ModelDeployments(self.client, self._tell)
+        self.operator = ModelDeployments(self._acting, self._tell)
 
     async def type(self, name: str, *, gpus: int) -> str:
         """Make a queue and an InstanceType on it; return its name."""
@@ -275,12 +289,13 @@ def foreign_workload(name: str) -> Json:
 async def replacing(own: OwnCluster, namespace: str) -> AsyncIterator[Ground]:
     """Offer a namespace to replace replicas in; everything of it is gone afterwards."""
     own.node(NODE, {GPU: 8, SLICE: 200, CORES: 200})
-    async with await connect(manager="test", kubeconfig=str(own.kubeconfig)) as client:
-        for resource in schema.RESOURCES:
-            with contextlib.suppress(AlreadyExists):
-                await client.create(CRDS, None, schema.crd(resource))
-        own.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
-        made = Ground(own, client, namespace)
+    install(own.kubectl)
+    account = str(own.service_account(*OPERATOR))
+    async with (
+        await connect(manager="test", kubeconfig=str(own.kubeconfig)) as client,
+        await connect(manager=OPERATOR_MANAGER, kubeconfig=account) as acting,
+    ):
+        made = Ground(own, client, acting, namespace)
         yield made
         made.looks = True
         await made.only_members(None)
