@@ -14,6 +14,7 @@ from modelpool_kube.kinds import (
     REPLICASETS,
     Json,
     Kind,
+    is_going,
     name_of,
     version_of,
 )
@@ -157,7 +158,7 @@ class Moving(Standing):
         if record is not None and record.phase is Phase.LOADING and record.target == member.name:
             return ""  # its load was announced and not its landing: nobody ever sent it anything
         for pod in await self._pods_now(member):
-            if not has_run(pod):
+            if is_going(pod) or not has_run(pod):
                 continue
             port = member.port or port_of(pod)
             if port is None:
@@ -183,8 +184,12 @@ class Moving(Standing):
         return pods_below(kind, owner, replica_sets, pods)
 
     def _notice_scaling(self, kind: Kind, notice: Notice) -> None:
-        """Count a change of replicas that was not ours, and put it right when nobody uses it."""
-        if notice.change is not Change.MODIFIED or notice.before is None:
+        """
+        Put replicas right that others changed, when nobody uses them; count changes.
+
+        A member that comes into view with replicas was added so, or made anew: no contest.
+        """
+        if notice.change is Change.DELETED:
             return
         for member in self._members.values():
             obj = notice.object
@@ -192,7 +197,7 @@ class Moving(Standing):
                 continue
             name = member.name
             asked = wants(kind, obj)
-            if asked == wants(kind, notice.before):
+            if asked == (0 if notice.before is None else wants(kind, notice.before)):
                 continue
             if name in self._scaling:
                 self._put_off.append((kind, notice))
@@ -200,12 +205,15 @@ class Moving(Standing):
             if (name, version_of(obj)) in self._own_versions or not self._is_adopted:
                 continue
             life = self._lives.get(name)
+            if notice.before is None and life is not None:
+                continue
             expected = life is not None and life.is_scaled and not life.is_stopping
             if asked == int(expected) or not self._keeper.is_held:
                 continue
             _log.warning("somebody else has scaled %s to %s", member, asked)
-            changes = self._changes.get(name, ForeignChanges())
-            self._changes[name] = changes.another(self._loop.time())
+            if notice.before is not None:
+                changes = self._changes.get(name, ForeignChanges())
+                self._changes[name] = changes.another(self._loop.time())
             self._judge()
             if asked:
                 self._correct(member)

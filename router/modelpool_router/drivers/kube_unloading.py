@@ -52,13 +52,14 @@ class Unloading(Loading):
 
         async def attempt() -> str | None:
             nonlocal is_asked
-            current = self._current()
-            if life is None and current is not None and not is_asked:
-                # Nothing may be left of it; then there is nothing to write either.
-                found = await self._actuator.look_gone(spec.slot_member, epoch=current.epoch)
-                if isinstance(found, Gone):
-                    return None
-                if found.reason == "NotScaledDown" and (why := await self._in_use(spec)):
+            if life is None and not is_asked:
+                current = self._current()
+                if current is not None:
+                    # Nothing may be left of it; then there is nothing to write either.
+                    found = await self._actuator.look_gone(spec.slot_member, epoch=current.epoch)
+                    if isinstance(found, Gone):
+                        return None
+                if why := await self._in_use(spec):
                     raise DriverUnavailable(why)
             async with self._act:
                 self._refuse_withheld()

@@ -15,7 +15,7 @@ import pytest
 
 from kubeworld import LEASE, NAMESPACE, KubeWorld, Watchman
 from memcluster import Trail
-from memcontrollers import OUT_OF_SERVICE, node, pod_spec
+from memcontrollers import OUT_OF_SERVICE, deployment, node, pod_spec
 from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
 from modelpool_kube import errors
 from modelpool_kube.kinds import AUTOSCALERS, DEPLOYMENTS, LEASES, NODES, PODS, Json, annotation
@@ -675,6 +675,41 @@ async def test_nothing_starts_beside_what_somebody_else_has_put_up(bench: Bench)
     await driver.activate(BETA)
 
     assert bench.world.up() == {"beta"}
+
+
+async def test_a_member_that_is_added_while_it_is_up_is_taken_down_when_idle(bench: Bench) -> None:
+    driver = bench.driver()
+    both = bench.world.specs()
+    driver.update({ALPHA: both[ALPHA]}, default=None)
+    await driver.observe()
+    endpoint = await driver.activate(ALPHA)
+    bench.world.busy.add("beta")
+    bench.world.scale("beta", 1)
+    await until(lambda: bench.world.up() == {"alpha", "beta"})
+
+    driver.update(both, default=None)
+    await asyncio.sleep(60)
+    assert bench.world.replicas("beta") == 1
+    bench.world.busy.clear()
+
+    await until(lambda: bench.world.up() == {"alpha"})
+    assert await driver.observe() == {ALPHA: endpoint}
+    assert driver.standing.withheld == ""
+
+
+async def test_a_member_that_is_made_anew_with_replicas_is_taken_down(bench: Bench) -> None:
+    driver = await bench.started()
+    endpoint = await driver.activate(ALPHA)
+    for _ in range(3):  # no contest: nobody scales what is there
+        bench.world.cluster.remove(DEPLOYMENTS, NAMESPACE, "beta")
+        await until(lambda: "MissingMembers" in driver.standing.withheld)
+        bench.world.cluster.put(DEPLOYMENTS, NAMESPACE, deployment("beta", replicas=1))
+
+        await until(lambda: bench.world.replicas("beta") == 0)
+        await until(lambda: bench.world.up() == {"alpha"})
+        assert driver.standing.withheld == ""
+
+    assert await driver.observe() == {ALPHA: endpoint}
 
 
 async def test_who_keeps_scaling_a_member_stops_the_pool(bench: Bench) -> None:
