@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from modelpool_router.core.commands import BreakReason
-from modelpool_router.core.spec import PoolName
+from modelpool_router.core.spec import MemberName, PoolName
 from modelpool_router.web.short import ShortExchange, ShortWay
 from rawclient import RawAnswer, RawClient
 from rawupstream import LAST_CHUNK, STREAM_HEAD, Link, SeenRequest, answer, chunk
 from scripted import Life, ServedScripted, scripted, scripted_pool, settled
 from served import Json
 
+ALPHA = MemberName("alpha")
 Script = Callable[[Life, Link, SeenRequest], Awaitable[bool]]
 
 
@@ -296,6 +297,28 @@ async def test_a_member_that_says_it_is_loading_is_asked_again(
     async with ready(tmp_path, loading) as (_, engine, client):
         await client.send(post())
         assert (await client.answer()).json() == {"n": 3}
+        assert len(taken) == 1
+
+
+async def test_a_member_that_is_gone_before_anybody_knows_is_looked_at_while_its_client_waits(
+    tmp_path: Path, taken: list[ShortExchange]
+) -> None:
+    """Lent at once, then refused a connection: held as by its arrival, until it is clear why."""
+    async with ready(tmp_path) as (router, engine, client):
+        life = router.driver().lives[ALPHA]
+        router.driver().behaviours[ALPHA].ready = False
+        life._stop_accepting()
+        for link in life.upstream.links:
+            link.reset()
+        idle = router.router._client
+        await settled(router, lambda: not idle.idle_connections, "no connection rests")
+
+        await client.send(post())
+
+        got = await client.answer()
+        # (so soon after its load that it counts as a failed one)
+        assert (got.status, got.json()["error"]["code"]) == (503, "member_failed")
+        assert "gone" in got.json()["error"]["message"]
         assert len(taken) == 1
 
 

@@ -70,6 +70,9 @@ class DispatchRefused:
     """The member refused the connection before any byte of this request was sent (H10)."""
 
     ticket: Ticket
+    deadline: float | None = None
+    """End of the hold that follows; None = what its arrival said, which a request that was lent
+    the resident at once never did."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,8 +173,8 @@ class Scheduler(Lending):
                     self._unhold(hold)
                 else:
                     self._end_lease(ticket, now)
-            case DispatchRefused(ticket):
-                self._dispatch_refused(ticket, now)
+            case DispatchRefused(ticket, deadline):
+                self._dispatch_refused(ticket, deadline, now)
             case Tick():
                 pass
             case Observed():
@@ -295,7 +295,7 @@ class Scheduler(Lending):
             return False
         return True
 
-    def _dispatch_refused(self, ticket: Ticket, now: float) -> None:
+    def _dispatch_refused(self, ticket: Ticket, deadline: float | None, now: float) -> None:
         lease = self._leases.get(ticket)
         if lease is None:
             return
@@ -325,6 +325,8 @@ class Scheduler(Lending):
         if self._turned_away(hold, now):
             return
         hold.requeued = True
+        if deadline is not None:
+            hold.deadline = deadline
         self._hold(hold)
 
     def _observed(self, event: Observed, now: float) -> None:

@@ -60,16 +60,19 @@ class Lease(msgspec.Struct, eq=False):
             if self.on_break is not None:
                 self.on_break(reason)
 
-    async def renew(self) -> None:
+    async def renew(self, deadline: float) -> None:
         """
         Go back to the hold because the member refused the connection; return when granted again.
 
-        Only before any byte of the request was sent. The deadline stays what it was.
+        Only before any byte of the request was sent.
+
+        Args:
+            deadline: End of the hold, in loop time: that of the request's arrival.
 
         Raises:
             HoldRefused: the deadline passed, or it was renewed before.
         """
-        await self.pool.requeue(self)
+        await self.pool.requeue(self, deadline)
 
 
 class Waiter(msgspec.Struct, eq=False):
@@ -159,12 +162,12 @@ async def settled(waiter: Waiter, loop: asyncio.AbstractEventLoop) -> None:
             waiter.future = None
 
 
-async def requeued(pool: PoolRuntime, lease: Lease) -> None:
+async def requeued(pool: PoolRuntime, lease: Lease, deadline: float) -> None:
     """Carry out `Lease.renew`."""
     waiter = pool.waiters[lease.ticket]
     waiter.grant = None
     lease.on_break = None
-    pool.tell(DispatchRefused(lease.ticket))
+    pool.tell(DispatchRefused(lease.ticket, deadline))
     await settled(waiter, pool.loop)
     if waiter.refusal is not None:
         raise HoldRefused(waiter.refusal)

@@ -200,9 +200,9 @@ class PoolRuntime:
         waiter = self.waiters[ticket] = Waiter(None, grant, None, None, lease)
         return LeaseScope(self, Arrived(ticket, lease.member, lease.granted_at), waiter)
 
-    async def requeue(self, lease: Lease) -> None:
+    async def requeue(self, lease: Lease, deadline: float) -> None:
         """See `Lease.renew`."""
-        await requeued(self, lease)
+        await requeued(self, lease, deadline)
 
     def view(self) -> PoolView:
         """Describe the pool now."""

@@ -189,7 +189,7 @@ class Dispatcher:
                             raise
                         renewed = True
                         record.granted_at = None
-                        await lease.renew()
+                        await lease.renew(deadline)
                     except MemberLoading:
                         if self._loop.time() + _LOADING_AGAIN_S >= deadline:
                             raise

@@ -165,7 +165,7 @@ async def test_cancellation_at_every_suspension_of_the_lease_leaves_nothing() ->
     async def path(b: Bench) -> None:
         async with b.pool.lease(A, deadline=b.deadline(), key="k") as lease:
             await asyncio.sleep(0.25)
-            await lease.renew()
+            await lease.renew(b.deadline())
             await asyncio.sleep(0.25)
 
     reached = 0
@@ -260,19 +260,43 @@ async def test_a_refused_dispatch_goes_back_to_the_hold_and_is_served_after_a_re
             await asyncio.sleep(100.0)  # long enough to count as a good load
             b.driver.die(A)
 
-            await lease.renew()
+            await lease.renew(b.deadline())
 
             assert lease.endpoint.identity != first.identity
         assert b.driver.count("activate", A) == 2
 
 
+async def test_a_refused_dispatch_of_what_was_lent_at_once_is_held_for_its_whole_budget() -> None:
+    """The short way asks for no deadline as long as nobody has to wait."""
+    async with bench() as b:
+        await b.use(A, 100.0)
+        lent = b.pool.lend(A, None)
+        assert lent is not None
+        async with b.pool.scope_of(lent) as lease:
+            b.driver.behaviours[A].load_s = 50.0
+            b.driver.die(A)
+
+            await lease.renew(b.deadline(60.0))
+
+        await asyncio.sleep(100.0)
+        lent = b.pool.lend(A, None)
+        assert lent is not None
+        async with b.pool.scope_of(lent) as lease:
+            b.driver.die(A)
+            began = b.pool.loop.time()
+            with pytest.raises(HoldRefused) as refused:
+                await lease.renew(b.deadline(20.0))
+            assert b.pool.loop.time() - began == pytest.approx(20.0)
+            assert refused.value.refusal.code == RefusalCode.SWAP_BUDGET_EXCEEDED
+
+
 async def test_a_refused_dispatch_of_a_member_that_is_well_is_lent_again_at_once() -> None:
     async with bench() as b:
         async with b.pool.lease(A, deadline=b.deadline(), key=None) as lease:
-            await lease.renew()
+            await lease.renew(b.deadline())
 
             with pytest.raises(HoldRefused):
-                await lease.renew()
+                await lease.renew(b.deadline())
         assert b.driver.count("activate", A) == 1
 
 
