@@ -52,8 +52,8 @@ def _obstacles(view: PoolView, wanted: MemberView) -> Iterator[str]:
     if wanted.backoff_s is not None and view.resident != name:
         yield (
             f"{name} is backed off for {_time(wanted.backoff_s)} after "
-            f"{_count(wanted.failures, 'failed load')}: {wanted.last_error}; until then requests "
-            "for it get 503 member_backoff"
+            f"{_count(wanted.failures, 'failed load')}, until then requests for it get 503 "
+            f"member_backoff: {wanted.last_error}"
         )
     elif wanted.failures and view.resident != name:
         yield f"the last load of {name} failed: {wanted.last_error}; it may be tried again now"
@@ -96,7 +96,9 @@ def _slot(view: PoolView, wanted: MemberView) -> Iterator[str]:
 def _cold(view: PoolView, wanted: MemberView) -> Iterator[str]:
     empty = "was emptied on purpose" if view.released else "is empty"
     load = f"takes about {_time(wanted.load_estimate_s)}{_unmeasured(wanted)}"
-    if wanted.wanted:
+    if wanted.backoff_s is not None:
+        yield f"the slot {empty}; the next load of {wanted.name} {load}"
+    elif wanted.wanted:
         yield f"the slot {empty}; the load of {wanted.name} has not begun, it {load}"
     else:
         yield f"the slot {empty}; a request for {wanted.name} starts its load, which {load}"
@@ -168,7 +170,7 @@ def _line(view: PoolView, wanted: MemberView) -> Iterator[str]:
             f"{_count(wanted.held, 'request')} for {name} held, the oldest for {_time(age)}; "
             f"swapBudget is {_time(view.swap_budget_s)}"
         )
-    if wanted.wait_s:
+    if wanted.wait_s and (wanted.backoff_s is None or view.resident == name):
         # A load that has begun goes on while the pool is paused.
         stands = view.paused and not (view.state is SlotState.LOADING and view.target == name)
         after = " from then on" if stands else ""

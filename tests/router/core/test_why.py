@@ -361,9 +361,24 @@ CASES: list[tuple[str, PoolView, MemberName, list[str]]] = [
         ),
         BETA,
         [
-            "beta is backed off for 12 s after 2 failed loads: exited: code 1; until then "
-            "requests for it get 503 member_backoff",
+            "beta is backed off for 12 s after 2 failed loads, until then requests for it get 503 "
+            "member_backoff: exited: code 1",
             "beta would wait for alpha, which is idle, to leave",
+        ],
+    ),
+    (
+        "backed-off-in-an-empty-slot",
+        pool_view(
+            member_view(ALPHA),
+            member_view(BETA, backoff_s=12.0, failures=1, last_error="exited", wait_s=12.0),
+            state=SlotState.COLD,
+            resident=None,
+        ),
+        BETA,
+        [
+            "beta is backed off for 12 s after 1 failed load, until then requests for it get 503 "
+            "member_backoff: exited",
+            "the slot is empty; the next load of beta takes about 20 s",
         ],
     ),
     (
