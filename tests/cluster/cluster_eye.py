@@ -13,16 +13,14 @@ from cluster_kubectl import Kubectl, Object
 from cluster_objects import member_of
 
 
-class PodEye:
+class Together:
     """
-    A watch of the Pods of one namespace, begun anew whenever it ends.
+    Who lived at the same time as whom, from what a watch of Pods tells.
 
     Only Pods of members count, and only live ones: a Pod is over when it does not exist any more,
     or when it is final with every container ended, as the rules of the slot say.
 
     Args of the constructor:
-        kubectl: The cluster.
-        namespace: Where.
         pool_of: Returns the pool of a member; members of different pools may live together.
 
     Attributes:
@@ -31,16 +29,52 @@ class PodEye:
         seen: Members that had a live Pod, in order.
     """
 
-    def __init__(
-        self, kubectl: Kubectl, namespace: str, pool_of: Callable[[str], str] = lambda name: ""
-    ) -> None:
+    def __init__(self, pool_of: Callable[[str], str] = lambda name: "") -> None:
         self.overlaps: list[tuple[str, str, str]] = []
         self.forgotten: set[str] = set()
         self.seen: list[str] = []
-        self._kubectl = kubectl
-        self._namespace = namespace
         self._pool_of = pool_of
         self._alive: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """Forget who is alive: whoever still is will be told again."""
+        self._alive.clear()
+
+    def take(self, change: str, pod: Object) -> None:
+        """Take in one event."""
+        uid, name = str(pod["metadata"]["uid"]), member_of(pod)
+        if not name:
+            return
+        if change == "DELETED" or is_over(pod):
+            self._alive.pop(uid, None)
+            return
+        if uid in self._alive:
+            return
+        self.seen.append(name)
+        self._alive[uid] = name
+        for other_uid, other in self._alive.items():
+            if other_uid in self.forgotten or other == name:
+                continue
+            if self._pool_of(other) == self._pool_of(name):
+                self.overlaps.append((self._pool_of(name), other, name))
+
+
+class PodEye(Together):
+    """
+    A watch of the Pods of one namespace, begun anew whenever it ends.
+
+    Args of the constructor:
+        kubectl: The cluster.
+        namespace: Where.
+        pool_of: See `Together`.
+    """
+
+    def __init__(
+        self, kubectl: Kubectl, namespace: str, pool_of: Callable[[str], str] = lambda name: ""
+    ) -> None:
+        super().__init__(pool_of)
+        self._kubectl = kubectl
+        self._namespace = namespace
         self._is_closed = False
         self._process: subprocess.Popen[str] | None = None
         self._reading = threading.Thread(target=self._look)
@@ -65,7 +99,7 @@ class PodEye:
                 text=True,
             ) as self._process:
                 # Whatever is still there is told first; what is not told is gone.
-                self._alive.clear()
+                self.begin()
                 self._read(self._process)
             time.sleep(0.2)  # the API server may be away
 
@@ -83,24 +117,7 @@ class PodEye:
                 except json.JSONDecodeError:
                     break
                 text = text.lstrip()[end:]
-                self._take(event["type"], event["object"])
-
-    def _take(self, change: str, pod: Object) -> None:
-        uid, name = str(pod["metadata"]["uid"]), member_of(pod)
-        if not name:
-            return
-        if change == "DELETED" or is_over(pod):
-            self._alive.pop(uid, None)
-            return
-        if uid in self._alive:
-            return
-        self.seen.append(name)
-        self._alive[uid] = name
-        for other_uid, other in self._alive.items():
-            if other_uid in self.forgotten or other == name:
-                continue
-            if self._pool_of(other) == self._pool_of(name):
-                self.overlaps.append((self._pool_of(name), other, name))
+                self.take(event["type"], event["object"])
 
 
 def is_over(pod: Object) -> bool:
