@@ -276,7 +276,7 @@ class Scheduler(Lending):
                 hold,
                 RefusalCode.MEMBER_BACKOFF,
                 failure.until - now,
-                f"its last load failed ({failure.reason}); "
+                f"its last load failed ({failure.told}); "
                 f"it may be tried again in {failure.until - now:.0f} s",
                 failure.retryable,
             )
@@ -444,8 +444,15 @@ class Scheduler(Lending):
         cost_s: float,
         now: float,
         retryable: bool = True,
+        *,
+        has_served: bool = False,
     ) -> None:
-        """Count a failed load: back off, tell those who wait, remember whom to restore."""
+        """
+        Count a failed load: back off, tell those who wait, remember whom to restore.
+
+        Args:
+            has_served: Its last words may quote what other clients said: not for clients.
+        """
         restored = self._restore == member
         self._restore = None
         last_good = self._last_good
@@ -458,7 +465,8 @@ class Scheduler(Lending):
         doubled = min(FIRST_BACKOFF_S * 2.0 ** min(count - 1, 30), MAX_DOUBLED_BACKOFF_S)
         backoff_s = max(doubled, BACKOFF_PER_COST * cost_s)
         text = f"{reason}: {detail}" if detail else reason
-        self._failures[member] = Failure(count, now + backoff_s, text, retryable)
+        told = text.partition("\n")[0] if has_served else text
+        self._failures[member] = Failure(count, now + backoff_s, text, retryable, told)
         self._ghosts.pop(member, None)
         self._swap = None
         self._note(
@@ -476,7 +484,7 @@ class Scheduler(Lending):
                 RefusalCode.MEMBER_FAILED,
                 now,
                 wait_s=backoff_s,
-                reason=text,
+                reason=told,
                 retryable=retryable,
             )
 
@@ -493,7 +501,7 @@ class Scheduler(Lending):
             self._note(NoteKind.LOAD_WASTED, member=member)
         if early:
             cost_s = self._load_estimate(member) + lived_s
-            self._failed(member, reason, detail, cost_s, now)
+            self._failed(member, reason, detail, cost_s, now, has_served=True)
         else:
             self._failures.pop(member, None)
             self._last_good = None

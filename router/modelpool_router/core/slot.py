@@ -101,6 +101,8 @@ class Failure:
     until: float
     reason: str
     retryable: bool
+    told: str
+    """The reason as clients get it."""
 
 
 @dataclass(slots=True)

@@ -192,6 +192,25 @@ def test_h9_a_resident_lost_soon_after_landing_counts_as_a_failed_load(
     assert bool(slot.notes(c.NoteKind.LOAD_FAILED)) is counts
 
 
+def test_h9_the_last_words_of_a_member_that_has_served_are_not_for_clients() -> None:
+    """They may quote what another client said. A load that failed has heard nobody."""
+    slot = Slot(pool(parallel=1), up=(A,))
+    slot.come(A)
+    waiting = slot.come(A)
+
+    words = "killed by SIGSEGV\nslot 0: prompt = 'my secret'"
+    slot.at(1.0).tell(e.ResidentLost(A, slot.view().epoch, "exited", words))
+    late = slot.at(2.0).come(A)
+
+    for ticket in (waiting, late):
+        refusal = slot.refused(ticket)
+        assert refusal is not None
+        assert "exited: killed by SIGSEGV" in refusal[1].reason
+        assert "secret" not in refusal[1].reason
+    member = slot.view().member(A)
+    assert member is not None and "secret" in member.last_error, "for who looks after the pool"
+
+
 def test_h9_soon_means_its_load_time_when_that_is_longer() -> None:
     slot = Slot(pool())
     slot.come(A)
