@@ -58,6 +58,9 @@ def test_a_refusal_and_the_rights_of_a_person_are_told(tmp_path: Path) -> None:
         event(OPERATOR_MANAGER, "list", "pods", user="admin"),
     )
 
+    gone = event(OPERATOR_MANAGER, "create", "pods", code=403)
+    gone["responseStatus"]["message"] = "unable, because it is being terminated"
+    assert read(tmp_path, gone).refused == []
     assert record.refused == [f"modelpool-router as {ACCOUNT}: get nodes lab/: said no"]
     assert record.masters == ["modelpool-operator as admin: list pods lab/"]
     assert record.used == {}
