@@ -41,6 +41,8 @@ class Place:
 
     def __init__(self, kind: str) -> None:
         self.world = KubeWorld(kind, step_s=0.05)
+        # An end takes a while, so that who does not wait for it is caught.
+        self.world.unload_s = dict.fromkeys(self.world.names, 2.0)
         self.watchman = Watchman(self.world)
         self.strangers = False
         """Whether somebody else has brought members up."""
