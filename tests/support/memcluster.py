@@ -25,7 +25,7 @@ from enum import StrEnum
 from typing import Any, TypeVar, cast
 
 from modelpool_kube import errors
-from modelpool_kube.kinds import DEPLOYMENTS, PODS, STATEFULSETS, Json, Kind, meta
+from modelpool_kube.kinds import ACCESS_REVIEWS, DEPLOYMENTS, PODS, STATEFULSETS, Json, Kind, meta
 from modelpool_kube.port import Change, Listing, WatchEvent
 
 T = TypeVar("T")
@@ -289,6 +289,10 @@ class MemCluster:
             )
         self._count += 1
         name = given.get("name")
+        if kind == ACCESS_REVIEWS:
+            if given:
+                raise errors.Invalid("metadata: must be empty", code=422, reason="Invalid")
+            name = f"review-{self._count}"  # answered, not stored; here it is seen among the writes
         if not name:
             if not given.get("generateName"):
                 raise errors.Invalid("name or generateName is required", code=422, reason="Invalid")

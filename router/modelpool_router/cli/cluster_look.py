@@ -182,8 +182,7 @@ async def _rights(port: ClusterPort, pool: PoolPlace) -> list[Finding]:
         }
         body = {
             "apiVersion": ACCESS_REVIEWS.api_version,
-            "kind": ACCESS_REVIEWS.kind,
-            "metadata": {"generateName": "modelpool-"},
+            "kind": ACCESS_REVIEWS.kind,  # never stored, so the server refuses any metadata
             "spec": {"resourceAttributes": attributes},
         }
         try:
