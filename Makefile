@@ -84,12 +84,14 @@ cluster-down: $(VENV)/.made-test ## End the cluster of `make cluster`
 
 .PHONY: bench
 bench: $(VENV)/.made-run ## Compare with nginx and vllm-router (two to three minutes; needs a C compiler)
+	@$(BIN)/python benchmarks/native.py
 	@-$(BIN)/python benchmarks/contenders.py install vllm-router
 	$(BIN)/python benchmarks/run.py --short --contenders nginx vllm-router modelpool --rounds 3 --out $(BENCH_OUT)
 	$(BIN)/python benchmarks/report.py $(BENCH_OUT)
 
 .PHONY: bench-full
 bench-full: $(VENV)/.made-run ## All peers, shapes, memory, start, counters, swaps (half an hour)
+	@$(BIN)/python benchmarks/native.py
 	@-$(BIN)/python benchmarks/contenders.py install vllm-router sglang-router litellm
 	$(BIN)/python benchmarks/run.py --rounds 3 --out $(BENCH_OUT)
 	$(BIN)/python benchmarks/hold.py --out $(BENCH_OUT).hold

@@ -40,3 +40,7 @@ def _built(compiler: str, name: str) -> Path:
         )
         draft.rename(target)
     return target
+
+
+if __name__ == "__main__":
+    build()
