@@ -144,6 +144,8 @@ def goal_table(cells: Cells) -> tuple[list[str], bool]:
             f"| {title} | {goal.peer} | {worst.of_minima:.2f} | {worst.median:.2f} "
             f"| {goal.must:g} | {goal.goal:g} | {word} |"
         )
+    if len(lines) == 2:
+        return ["No goal can be looked at: none of the peers they name was measured with us."], True
     for raised, mark in marks.items():
         stars = mark.replace("*", r"\*")
         lines += ["", f"{stars} {raised} above their defaults, which this many would meet."]
