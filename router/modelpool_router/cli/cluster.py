@@ -380,7 +380,8 @@ def _file_pools(file: Path, namespace: str) -> list[PoolPlace]:
                 Member(name, MEMBER_KINDS[kind], place.namespace, place.name)
                 for name, (kind, place) in members
             )
-            places.append(PoolPlace(pool.name, settings.lease_namespace or namespace, made))
+            where = settings.lease_namespace or namespace
+            places.append(PoolPlace(pool.name, where, made, makes_lease=True))
     return places
 
 

@@ -50,6 +50,8 @@ class PoolPlace:
     name: str
     lease_namespace: str
     members: tuple[Member, ...]
+    makes_lease: bool = False
+    """Whether its router makes the Lease: it is of no ModelPool, so the operator does not."""
 
 
 async def examine(port: ClusterPort, pools: Sequence[PoolPlace]) -> list[Finding]:
@@ -95,7 +97,8 @@ async def _lease(port: ClusterPort, pool: PoolPlace) -> Finding:
     try:
         seen = view(await port.get(LEASES, pool.lease_namespace, lease_name(pool.name)))
     except NotFound:
-        return Finding(True, f"{what} does not exist yet; the first router makes it")
+        who = "the first router" if pool.makes_lease else "the operator"
+        return Finding(True, f"{what} does not exist yet; {who} makes it")
     except KubeError as error:
         return Finding(False, f"{what} cannot be read: {error.message}", "grant get on it")
     try:
@@ -153,6 +156,9 @@ def needed_rights(pool: PoolPlace) -> list[tuple[str, Kind, str, str]]:
     """Return (verb, kind, namespace, name) of everything that a router of *pool* asks for."""
     lease = lease_name(pool.name)
     rights = [(verb, LEASES, pool.lease_namespace, lease) for verb in ("get", "patch")]
+    if pool.makes_lease:
+        # Nobody can be allowed to make just one of a certain name.
+        rights.append(("create", LEASES, pool.lease_namespace, ""))
     for member in pool.members:
         for verb in ("get", "patch", "list", "watch"):
             rights.append((verb, member.kind, member.namespace, member.target))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ async def test_a_cluster_in_order_has_nothing_wrong() -> None:
 
     assert all(each.is_good for each in found)
     said = "\n".join(each.what for each in found)
-    assert "Lease lab/modelpool-gpu0 does not exist yet" in said
+    assert "Lease lab/modelpool-gpu0 does not exist yet; the operator makes it" in said
     assert "Deployment lab/a can be a member; it asks for 0" in said
     assert "all 17 rights" in said
     assert {write.kind for write in made.writes} == {DEPLOYMENTS, ACCESS_REVIEWS}
@@ -89,6 +90,18 @@ def test_what_a_router_needs_is_what_its_role_allows(kind: str) -> None:
     # And the other way round, but for the ModelPools, which doctor cannot do without itself.
     verbs = {(verb, asked.plural) for verb, asked, _, _ in needed}
     assert {pair for pair in role.pairs() if pair[1] != "modelpools"} == verbs
+
+
+async def test_a_pool_from_a_file_needs_the_right_to_make_its_lease() -> None:
+    made = cluster(denied=("create", "leases"))
+    of_file = replace(POOL, makes_lease=True)
+
+    found = await examine(made.port("cli"), [of_file])
+
+    assert [each.what for each in found if not each.is_good] == [
+        "these credentials may not create leases in lab"
+    ]
+    assert any("the first router makes it" in each.what for each in found)
 
 
 async def test_what_is_wrong_with_members_is_told_with_the_way_out() -> None:
