@@ -308,6 +308,8 @@ class PoolModel:
                 self.withheld = True
             case e.SlotRegained():
                 self.withheld = False
+            case e.ObserveFailed():
+                raise AssertionError("the simulated platform can always be looked at")
             case e.SteppedAside():
                 raise AssertionError("the simulated world has one router")
             case e.Reconfigured(spec):
