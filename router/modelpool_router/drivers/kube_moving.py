@@ -120,12 +120,17 @@ class Moving(Standing):
             return current
         self._begun = None
         tenure = self._keeper.tenure
-        members = [member.slot_member for member in self._all_members()]
+        members = [m.slot_member for m in self._all_members() if not self._has_vanished(m)]
         begun = await self._actuator.begin_epoch(members, lambda record: self._dated(record, make))
         if tenure != self._keeper.tenure:
             raise LeaseLost("the Lease was lost and got again while the epoch was begun")
         self._begun, self._begun_for = begun, purpose
         return begun
+
+    def _has_vanished(self, member: KubeMember) -> bool:
+        """Whether *member* was removed from the pool, and its object does not exist any more."""
+        was_removed = member not in self._members.values()
+        return was_removed and self._watch.has_seen(member) and not self._watch.object_of(member)
 
     async def _scale(self, member: KubeMember, begun: EpochBegun, *, up: bool) -> None:
         self._refuse_withheld()

@@ -63,6 +63,9 @@ class Unloading(Loading):
                     raise DriverUnavailable(why)
             async with self._act:
                 self._refuse_withheld()
+                if self._has_vanished(spec):
+                    is_gone = await self._is_nothing_of_ours(spec)
+                    return None if is_gone else f"Pods of {member} are left"
                 begun = await self._epoch_for(purpose, announce)
                 await self._scale(spec, begun, up=False)
                 is_asked = True
@@ -113,6 +116,9 @@ class Unloading(Loading):
     async def _dismissed(self, name: MemberName, spec: KubeMember) -> None:
         async def attempt() -> str | None:
             async with self._act:
+                if await self._is_nothing_of_ours(spec):
+                    self._leaving.pop(name, None)
+                    return None
                 self._refuse_withheld()
                 begun = self._current() or await self._epoch_for(spec, lambda record: record)
                 found = await self._look_gone(spec, begun)
@@ -133,6 +139,16 @@ class Unloading(Loading):
                 await self._let_go(name)
         finally:
             self._dismissing.discard(name)
+            self._wake()
+
+    async def _is_nothing_of_ours(self, spec: KubeMember) -> bool:
+        """Whether *spec* left nothing behind that we could end, or take a mark from."""
+        record = self._keeper.record
+        epoch = 0 if record is None else record.epoch
+        found = await self._actuator.look_gone(spec.slot_member, epoch=epoch)
+        if isinstance(found, Gone):
+            return self._watch.object_of(spec) is None
+        return found.reason in ("MemberMissing", "MemberShared")
 
     async def _unmark_all(self) -> None:
         async with self._act:

@@ -93,10 +93,12 @@ class PoolWatch:
     @property
     def has_seen_members(self) -> bool:
         """Whether every member was looked for at least once."""
-        return all(
-            self._reflectors[m.object_kind, m.namespace, m.target].synced.is_set()
-            for m in self.members
-        )
+        return all(map(self.has_seen, self.members))
+
+    def has_seen(self, member: KubeMember) -> bool:
+        """Whether *member* was looked for at least once."""
+        reflector = self._reflectors.get((member.object_kind, member.namespace, member.target))
+        return reflector is not None and reflector.synced.is_set()
 
     def object_of(self, member: KubeMember) -> Json | None:
         """Return the object that the pool names."""

@@ -117,6 +117,7 @@ class KubernetesDriver(Adopting):
             life.is_watched = False  # the new watch has seen nothing yet
         self._own(old_watch.close(), "end of a watch")
         self._judge_members()
+        self._dismiss()
 
     def retire(self) -> None:
         """

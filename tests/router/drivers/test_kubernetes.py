@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import cached_property
 
 import pytest
@@ -861,6 +862,39 @@ async def test_a_stopped_member_that_is_removed_loses_its_mark_and_the_resident_
     record = bench.world.record()
     assert (record.owner, record.target, record.phase) == ("alpha", None, Phase.RESIDENT)
     assert [w for w in trail.new("router-1") if w.kind == DEPLOYMENTS] == []
+
+
+async def test_a_member_that_never_existed_is_forgotten_once_it_is_removed(bench: Bench) -> None:
+    """As when a name was misspelt and is corrected: the pool goes on without a restart."""
+    port = bench.world.cluster.port("router-1")
+    driver = await bench.started(port=port)
+    port.rights = lambda _: True  # a Role that names the ghost, too
+    specs = bench.world.specs()
+    endpoint = await driver.activate(ALPHA)
+    ghost = replace(specs[BETA], name=MemberName("ghost"), target="ghost")
+    driver.update({**specs, ghost.name: ghost}, default=None)
+    await until(lambda: "MissingMembers" in bench.standings[-1].withheld)
+
+    driver.update(specs, default=None)
+    await until(lambda: not bench.standings[-1].withheld)
+
+    assert (await driver.observe())[ALPHA] == endpoint
+    await driver.deactivate(ALPHA)
+    await driver.activate(BETA)
+    assert bench.world.up() == {"beta"}
+
+
+async def test_a_member_that_was_deleted_is_waited_for_and_then_forgotten(bench: Bench) -> None:
+    driver = await bench.started()
+    await driver.activate(ALPHA)
+    specs = bench.world.specs()
+    bench.world.cluster.remove(DEPLOYMENTS, NAMESPACE, "alpha")
+    driver.update({BETA: specs[BETA]}, default=None)
+    await asyncio.sleep(5)
+
+    await driver.deactivate(ALPHA)
+
+    assert bench.world.pods("alpha") == []
 
 
 async def test_a_change_of_the_members_is_no_loss_of_the_resident(bench: Bench) -> None:
