@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -130,10 +131,17 @@ class Running:
         """Return when it has answered a request from the upstream."""
         while not answers(self.port):
             if self._process.poll() is not None:
-                raise RuntimeError(f"{self.name} ended with {self._process.returncode}")
+                raise RuntimeError(
+                    f"{self.name} ended with {self._process.returncode}: {self._last_words()}"
+                )
             if time.monotonic() - self.started_at > READY_S:
                 raise TimeoutError(f"{self.name} is not ready after {READY_S:.0f} s")
             time.sleep(poll_s)
+
+    def _last_words(self) -> str:
+        lines = Path(self._log.name).read_text("utf-8", "replace").splitlines()
+        said = [line.strip() for line in lines if line.strip()]
+        return said[-1] if said else "it said nothing"
 
     def wait_listening(self) -> None:
         """Return when it accepts connections, answered or not."""
@@ -297,13 +305,19 @@ def _nginx_with(
     return Launch([_program("nginx"), "-c", str(config), "-p", str(plan.folder)])
 
 
+def _connections() -> int:
+    """Return how many connections a proxy may have here, when each takes two files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 20_000 if hard == resource.RLIM_INFINITY else min(20_000, (hard - 100) // 2)
+
+
 def _haproxy(plan: Plan) -> Launch:
     config = plan.folder / "haproxy.cfg"
     config.write_text(
         f"""
 global
   nbthread 1
-  maxconn 20000
+  maxconn {_connections()}
 defaults
   mode http
   timeout connect 5s
@@ -367,6 +381,8 @@ def _litellm(plan: Plan) -> Launch:
     program = _in_venv("litellm", "litellm")
     flags = ["--config", str(config), "--host", "127.0.0.1", "--port", str(plan.port)]
     env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "NO_DOCS": "True"}
+    # no key is asked for, like all the peers do
+    env["LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"] = "true"
     return Launch([program, *flags, "--num_workers", "1", "--telemetry", "False"], env)
 
 
