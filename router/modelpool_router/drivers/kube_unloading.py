@@ -100,7 +100,11 @@ class Unloading(Loading):
             return
         with suppress(KubeError, LeaseLost, Frozen, MemberShared, Deposed, InFlight, Contended):
             await self._actuator.unmark(spec.slot_member, begun.epoch)
-            self._leaving.pop(member, None)
+            self._forget(member)
+
+    def _forget(self, name: MemberName) -> None:
+        if (spec := self._leaving.pop(name, None)) is not None:
+            self._watch.leave(spec)
 
     def _dismiss(self) -> None:
         """Let go of members that were removed and are not up: nobody asks for their end."""
@@ -117,7 +121,7 @@ class Unloading(Loading):
         async def attempt() -> str | None:
             async with self._act:
                 if await self._is_nothing_of_ours(spec):
-                    self._leaving.pop(name, None)
+                    self._forget(name)
                     return None
                 self._refuse_withheld()
                 begun = self._current() or await self._epoch_for(spec, lambda record: record)

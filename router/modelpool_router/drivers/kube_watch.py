@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from modelpool_kube.kinds import (
     AUTOSCALERS,
@@ -26,6 +26,20 @@ from modelpool_kube.watch import Notice, Reflector
 
 from .kube_members import KubeMember
 from .kube_pods import pods_below
+
+_Key = tuple[Kind, str, str]
+"""Kind, namespace and name of what is watched; no name = all of them."""
+
+
+def _keys(member: KubeMember) -> Iterator[_Key]:
+    where, name = member.namespace, member.target
+    yield member.object_kind, where, name
+    if member.object_kind == INFERENCE_SERVICES:
+        yield DEPLOYMENTS, where, name
+    if member.object_kind in (DEPLOYMENTS, INFERENCE_SERVICES):
+        yield REPLICASETS, where, ""
+    yield PODS, where, ""
+    yield AUTOSCALERS, where, ""
 
 
 class PoolWatch:
@@ -50,45 +64,47 @@ class PoolWatch:
         self._port = port
         self._notify = notify
         self._rng = rng
-        self._reflectors: dict[tuple[Kind, str, str], Reflector] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._reflectors: dict[_Key, Reflector] = {}
+        self._tasks: dict[_Key, asyncio.Task[None]] = {}
         for member in self.members:
-            where = member.namespace
-            self._add(member.object_kind, where, member.target)
-            if member.object_kind == INFERENCE_SERVICES:
-                self._add(DEPLOYMENTS, where, member.target)
-            if member.object_kind in (DEPLOYMENTS, INFERENCE_SERVICES):
-                self._add(REPLICASETS, where, "")
-            self._add(PODS, where, "")
-            self._add(AUTOSCALERS, where, "")
+            for key in _keys(member):
+                if key not in self._reflectors:
+                    self._reflectors[key] = self._reflector(*key)
 
-    def _add(self, kind: Kind, namespace: str, name: str) -> None:
-        key = (kind, namespace, name)
-        if key not in self._reflectors:
-            self._reflectors[key] = Reflector(
-                self._port,
-                kind,
-                namespace,
-                notify=lambda notice: self._notify(kind, notice),
-                fields=f"metadata.name={name}" if name else "",
-                rng=self._rng,
-            )
+    def _reflector(self, kind: Kind, namespace: str, name: str) -> Reflector:
+        return Reflector(
+            self._port,
+            kind,
+            namespace,
+            notify=lambda notice: self._notify(kind, notice),
+            fields=f"metadata.name={name}" if name else "",
+            rng=self._rng,
+        )
 
     def start(self) -> None:
         """Begin to watch."""
         loop = asyncio.get_running_loop()
-        for (kind, namespace, name), reflector in self._reflectors.items():
-            task = loop.create_task(
+        for key, reflector in self._reflectors.items():
+            kind, namespace, name = key
+            self._tasks[key] = loop.create_task(
                 reflector.run(), name=f"watch {kind.plural} {namespace}/{name or '*'}"
             )
-            self._tasks.add(task)
+
+    def leave(self, member: KubeMember) -> None:
+        """End what is watched for *member* alone: our Role does not name it any more."""
+        self.members = tuple(m for m in self.members if m.slot_member != member.slot_member)
+        needed = {key for each in self.members for key in _keys(each)}
+        for key in self._reflectors.keys() - needed:
+            del self._reflectors[key]
+            if (task := self._tasks.get(key)) is not None:
+                task.cancel()
 
     async def close(self) -> None:
         """End all watches. Idempotent."""
-        tasks, self._tasks = self._tasks, set()
-        for task in tasks:
+        tasks, self._tasks = self._tasks, {}
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     @property
     def has_seen_members(self) -> bool:
@@ -110,8 +126,8 @@ class PoolWatch:
         return self._get(DEPLOYMENTS if is_service else member.object_kind, member)
 
     def _get(self, kind: Kind, member: KubeMember) -> Json | None:
-        reflector = self._reflectors[kind, member.namespace, member.target]
-        return reflector.get(member.namespace, member.target)
+        reflector = self._reflectors.get((kind, member.namespace, member.target))
+        return None if reflector is None else reflector.get(member.namespace, member.target)
 
     def pods_of(self, member: KubeMember) -> list[Json]:
         """Return the Pods of *member*, the ones that end included."""

@@ -845,9 +845,10 @@ async def test_a_removed_member_is_taken_down_and_loses_its_mark(bench: Bench) -
 async def test_a_stopped_member_that_is_removed_loses_its_mark_and_the_resident_stays(
     bench: Bench,
 ) -> None:
-    driver = await bench.started()
-    endpoint = await driver.activate(ALPHA)
     cluster = bench.world.cluster
+    port = cluster.port("router-1")
+    driver = await bench.started(port=port)
+    endpoint = await driver.activate(ALPHA)
     assert annotation(cluster.must(DEPLOYMENTS, NAMESPACE, "beta"), SLOT_ANNOTATION) is not None
 
     driver.update({ALPHA: bench.world.specs()[ALPHA]}, default=None)
@@ -855,10 +856,15 @@ async def test_a_stopped_member_that_is_removed_loses_its_mark_and_the_resident_
         lambda: annotation(cluster.must(DEPLOYMENTS, NAMESPACE, "beta"), SLOT_ANNOTATION) is None
     )
     trail = Trail(cluster)
+    before = len(port.requests)
+    cluster.end_watches()
     await asyncio.sleep(60)
 
     assert (await driver.observe())[ALPHA] == endpoint
     assert bench.losses == []
+    # Its Role does not name the other one any more.
+    listed = {each.name for each in port.requests[before:] if each.kind == DEPLOYMENTS}
+    assert listed == {"alpha"}
     record = bench.world.record()
     assert (record.owner, record.target, record.phase) == ("alpha", None, Phase.RESIDENT)
     assert [w for w in trail.new("router-1") if w.kind == DEPLOYMENTS] == []
