@@ -171,7 +171,6 @@ async def test_people_see_what_is_replaced_and_why_it_waits(
         timeout=60,
         check=True,
     )
-    print(told.stdout)
     assert "server/1: WaitingForAdmission for" in told.stdout
     assert "insufficient unused quota for nvidia.com/gpu" in told.stdout
     for step in ("ReplacementStarted", "ReplacementVacant", "ReplacementCreated"):
