@@ -12,8 +12,9 @@ from decimal import Decimal
 from typing import Any
 
 import conditionspage
+import memroles
 from mdep_checks import OPERATOR, Checks, ordinal_of, role_of
-from memcluster import Admit, MemCluster, MemPort, copied
+from memcluster import Admit, MemCluster, MemPort, Request, copied
 from memkueue import GROUP, Garbage, Kueue, Node, condition, going
 from modelpool_api.names import REPLACEMENTS_ANNOTATION, ROUTING_LABEL, group_name
 from modelpool_kube.errors import KubeError
@@ -35,6 +36,7 @@ KEY = (NAMESPACE, NAME)
 CARD = "nvidia.com/gpu"
 SLICE = "nvidia.com/gpumem-percentage"
 CORES = "nvidia.com/gpucores"
+RIGHTS = memroles.of_operator()
 
 
 def role(name: str = "server", **fields: Any) -> Json:
@@ -48,6 +50,12 @@ def instance_type(queue: str | None, *, cards: bool = True, **spec: Any) -> Json
     if cards:
         found["accelerator"] = {"card": CARD, "sliceMemory": SLICE, "sliceCores": CORES}
     return found
+
+
+def may(request: Request) -> bool:
+    """Insist that the shipped Role allows *request*."""
+    assert RIGHTS(request), f"the Role does not allow {request}"
+    return True
 
 
 class Lab:
@@ -103,6 +111,7 @@ class Lab:
         """Kill the operator and start another one."""
         self._starts += 1
         self.port = self.cluster.port(f"{OPERATOR}-{self._starts}")
+        self.port.rights = may
         self.operator = ModelDeployments(self.port, self._tell)
         return self.port
 
