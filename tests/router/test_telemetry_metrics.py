@@ -356,6 +356,34 @@ def test_given_a_reload_when_members_change_then_what_stays_keeps_its_counts(
     assert not [name for name in after if "beta" in name]
 
 
+def test_given_usual_requests_when_counted_then_the_same_series_move(metrics: Metrics) -> None:
+    before = samples(metrics)
+    metrics.request_done("gpu0", "alpha", "served", 200, 0.0, 0.03)
+    middle = samples(metrics)
+
+    served = metrics.served("gpu0", "alpha", 200)
+    assert served is not None
+    assert metrics.count(served, 0.03)
+
+    assert changed(middle, samples(metrics)) == changed(before, middle)
+    assert metrics.served("", "embedder", 200) is None, "never held"
+
+
+def test_given_a_removed_member_when_its_last_requests_end_then_it_gets_no_series(
+    metrics: Metrics,
+) -> None:
+    stays, goes = (metrics.served("gpu0", name, 200) for name in ("alpha", "beta"))
+    assert stays is not None and goes is not None
+
+    metrics.reconfigure({GPU0: [ALPHA, GAMMA]}, [])
+
+    assert metrics.count(stays, 0.1)
+    assert not metrics.count(goes, 0.1)
+    found = samples(metrics)
+    assert found['modelpool_hold_seconds_count{member="alpha",outcome="served",pool="gpu0"}'] == 1
+    assert not [name for name in found if "beta" in name]
+
+
 def test_given_openmetrics_wanted_when_scraped_then_its_strict_parser_takes_it(
     metrics: Metrics,
 ) -> None:

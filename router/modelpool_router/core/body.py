@@ -66,12 +66,9 @@ def inspect_json(data: Text, *, model_required: bool = True) -> BodyFacts:
         BadBody: with the first of: not JSON, duplicate key, not an object, wrong model, wrong
             stream.
     """
-    if isinstance(data, bytes):
-        plain = jsontext.plain_object(data)
-        if plain is not None:
-            name, stream = plain.get("model"), plain.get("stream")
-            if type(name) is str and name and (stream is None or type(stream) is bool):
-                return BodyFacts(name, stream is True)
+    plain = plain_facts(data) if isinstance(data, bytes) else None
+    if plain is not None:
+        return BodyFacts(*plain)
     try:
         wanted = jsontext.top_level(data)
     except jsontext.NotJson as error:
@@ -85,6 +82,17 @@ def inspect_json(data: Text, *, model_required: bool = True) -> BodyFacts:
     except jsontext.NotAnObject:
         raise BadBody("invalid_type", "The body must be a JSON object.") from None
     return BodyFacts(model=_model(wanted.model, model_required), stream=_stream(wanted.stream))
+
+
+def plain_facts(data: bytes) -> tuple[str, bool] | None:
+    """Return ``model`` and ``stream`` of an ordinary short body; None if it takes a closer look."""
+    plain = jsontext.plain_object(data)
+    if plain is None:
+        return None
+    name, stream = plain.get("model"), plain.get("stream")
+    if type(name) is str and name and (stream is None or type(stream) is bool):
+        return name, stream is True
+    return None
 
 
 def inspect_multipart(content_type: str, data: Text, *, model_required: bool = True) -> BodyFacts:

@@ -9,15 +9,17 @@ listens badly never slows a request down.
 from __future__ import annotations
 
 from .events import Event, EventHub, Subscription, SubscriptionsFull
-from .logs import Logs, LogWriter, configure_logs
-from .metrics import Metrics
+from .logs import FinishedRequest, Logs, LogWriter, configure_logs
+from .metrics import Metrics, Served
 
 __all__ = [
     "Event",
     "EventHub",
+    "FinishedRequest",
     "LogWriter",
     "Logs",
     "Metrics",
+    "Served",
     "Subscription",
     "SubscriptionsFull",
     "configure_logs",

@@ -63,6 +63,17 @@ class Histogram:
         return buckets
 
 
+class Served:
+    """Where the usual requests of one member are counted; see `Metrics.served`."""
+
+    __slots__ = ("first_bytes", "holds", "key")
+
+    def __init__(self, key: Labels, holds: Histogram, first_bytes: Histogram) -> None:
+        self.key = key
+        self.holds = holds
+        self.first_bytes = first_bytes
+
+
 class Metrics:
     """All series of one router, in a registry of its own."""
 
@@ -151,6 +162,28 @@ class Metrics:
                 first_byte.total += ttfb_s
         if label == "swap_budget_exceeded":
             self._add(f.BUDGET_EXCEEDED, pool, member)
+
+    def served(self, pool: str, member: str, status: int) -> Served | None:
+        """Return where to count requests that were answered with *status* without being held."""
+        key = (pool, member, "served", self._code(status))
+        holds = self._holds.get((pool, member, "served"))
+        first_bytes = self._first_bytes.get((pool, member))
+        if holds is None or first_bytes is None or key not in self._requests:
+            return None
+        return Served(key, holds, first_bytes)
+
+    def count(self, served: Served, ttfb_s: float) -> bool:
+        """Count one more such request; False, and nothing is done, if the member was removed."""
+        counts, key = self._requests, served.key
+        count = counts.get(key)
+        if count is None:
+            return False
+        counts[key] = count + 1
+        served.holds.counts[0] += 1
+        first_bytes = served.first_bytes
+        first_bytes.counts[bisect_left(first_bytes.bounds, ttfb_s)] += 1
+        first_bytes.total += ttfb_s
+        return True
 
     def note(self, pool: PoolName, note: Note) -> None:
         """Count what a scheduler tells. Pools that are not configured (any more) are ignored."""

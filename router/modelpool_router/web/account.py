@@ -6,10 +6,11 @@ Outcomes: ``served``, ``refused:<code>``, ``client_gone``, ``upstream_error``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from ..core.catalog import Route
-from ..telemetry import Logs, Metrics
+from ..telemetry import FinishedRequest, Logs, Metrics, Served
 from .errors import ApiError
 from .exchange import Forwarded
 from .request import Request
@@ -78,6 +79,10 @@ class Accountant:
         self._logs = logs
         self._clock = clock
 
+    def served(self, route: Route) -> Served | None:
+        """Return where usual requests for *route* are counted, for `close_short`."""
+        return self._metrics.served(route.pool or "", route.member, 200)
+
     def close_short(
         self,
         request_id: str,
@@ -91,25 +96,39 @@ class Accountant:
         arrived_at: float,
         first_byte_at: float,
         ended_at: float,
+        served: Served | None,
     ) -> None:
-        """Count and log a request that was not held; *first_byte_at* is 0.0 if none came."""
-        pool, member = route.pool or "", route.member
+        """
+        Count and log a request that was not held.
+
+        Args:
+            first_byte_at: 0.0 if none came.
+            served: If it was answered with 200.
+        """
         ttfb_s = first_byte_at - arrived_at if first_byte_at else None
-        self._metrics.request_done(pool, member, outcome, code or status or "", 0.0, ttfb_s)
-        # (by position: names cost as much as all the rest)
-        self._logs.request_line(
-            request_id,
-            pool,
-            member,
-            model,
-            0.0,
-            outcome,
-            status,
-            code,
-            sent_bytes,
-            None if ttfb_s is None else ttfb_s * 1000,
-            (ended_at - arrived_at) * 1000,
-            key_id,
+        metrics, logs = self._metrics, self._logs
+        if served is None or ttfb_s is None or not metrics.count(served, ttfb_s):
+            metrics.request_done(
+                route.pool or "", route.member, outcome, code or status or "", 0.0, ttfb_s
+            )
+        # (made here, and by position: names and calls cost as much as all the rest)
+        logs.finished(
+            FinishedRequest(
+                time.time(),
+                request_id,
+                route.pool or "",
+                route.member,
+                model,
+                0.0,
+                outcome,
+                status,
+                code,
+                sent_bytes,
+                None if ttfb_s is None else ttfb_s * 1000,
+                (ended_at - arrived_at) * 1000,
+                key_id,
+                logs.render,
+            )
         )
 
     def close(self, record: RequestRecord) -> None:

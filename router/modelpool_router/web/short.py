@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from ..core.body import BadBody, inspect_json
+from ..core.body import BadBody, inspect_json, plain_facts
 from ..core.catalog import Route, UnknownModel
 from ..core.commands import BreakReason
 from ..core.headers import (
@@ -45,6 +45,7 @@ from ..drivers.base import Endpoint
 from ..runtime.leases import Lease
 from ..runtime.pool import PoolRuntime
 from ..runtime.pools import Pools
+from ..telemetry import Served
 from .account import Accountant
 from .auth import Caller, Keys
 from .begun import Begun
@@ -91,8 +92,8 @@ class Facts:
 
     __slots__ = (
         "answer", "caller", "endpoint", "frame", "life", "limits", "lines", "max_size", "member",
-        "name", "pool", "request_end", "request_id", "ring", "route", "rule", "size", "start",
-        "surface",
+        "name", "pool", "request_end", "request_id", "ring", "route", "rule", "served", "size",
+        "start", "surface",
     )  # fmt: skip
 
     # there if bodies of some size are usable
@@ -105,6 +106,7 @@ class Facts:
     pool: PoolRuntime
     limits: ForwardLimits
     member: bytes
+    served: Served | None
     # there if *endpoint* is: of the life of the member that was asked last
     start: bytes
     life: Life
@@ -164,15 +166,19 @@ class ShortWay:
         size = len(body)
         if size > facts.max_size:
             return None
-        try:
-            wanted = inspect_json(body)
-        except BadBody:
+        wanted = plain_facts(body)
+        if wanted is None:
+            try:
+                found = inspect_json(body)
+            except BadBody:
+                return None
+            wanted = found.model or "", found.stream
+        name, stream = wanted
+        if name != facts.name and not self._find(facts, name):
             return None
-        if wanted.model != facts.name and not self._find(facts, wanted.model):
+        if stream and facts.surface.keepalive is not None:
             return None
         pool, member = facts.pool, facts.route.member
-        if wanted.stream and facts.surface.keepalive is not None:
-            return None
         if not self.ledger.reserve_bytes(size):
             return None
         lease = pool.lend(member, facts.caller.key_id)
@@ -197,8 +203,8 @@ class ShortWay:
             head,
             facts,
             body,
-            wanted.stream,
-            facts.name or "",
+            stream,
+            name,
             upstream,
             lease,
             now,
@@ -243,11 +249,11 @@ class ShortWay:
         facts.max_size = surface.intake.max_body_bytes
         return facts
 
-    def _find(self, facts: Facts, name: str | None) -> bool:
+    def _find(self, facts: Facts, name: str) -> bool:
         """Note where requests for *name* go; False if it takes more than the short way."""
         facts.name = None
         try:
-            route = facts.surface.catalog.find(name or "", facts.caller.allowed)
+            route = facts.surface.catalog.find(name, facts.caller.allowed)
         except UnknownModel:
             return False
         if route.pool is None or route.served_model is not None:
@@ -258,6 +264,7 @@ class ShortWay:
         facts.name, facts.route, facts.pool = name, route, pool
         facts.limits = facts.surface.pools[route.pool].limits
         facts.member = header_text(route.member)
+        facts.served = self.accountant.served(route)
         facts.endpoint = facts.answer = None
         return True
 
@@ -413,6 +420,7 @@ class ShortExchange(msgspec.Struct, eq=False):
             self.since,
             self.first_byte_at,
             now,
+            facts.served if status == 200 and outcome == "served" else None,
         )
 
     def _relay(self) -> None:
