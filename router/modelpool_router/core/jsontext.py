@@ -118,6 +118,7 @@ _names = msgspec.json.Decoder(dict[_Key, msgspec.Raw])
 _any = msgspec.json.Decoder(msgspec.Raw)
 _ordered = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _values = msgspec.json.Decoder()
+_encoder = msgspec.json.Encoder()
 
 
 def top_level(text: Text) -> Wanted:
@@ -160,24 +161,29 @@ def plain_object(text: bytes) -> dict[str, object] | None:
     Decoding a short text costs less than looking at it in any other way, and msgspec then checks
     UTF-8 and the range of numbers too; all but integers of hundreds of digits.
 
-    The length of an object without blanks around its values is that of its names and values, and
-    a byte or two for each. Any blank, any escape in a name and any second value of a name makes
-    the text longer than what the dictionary accounts for; so if it is just as long, there is none.
+    A text that is what its values are encoded to has each name once. Otherwise lengths tell: that
+    of an object without blanks around its values is that of its names and values, and a byte or
+    two for each. Any blank, any escape in a name and any second value of a name makes the text
+    longer than what the dictionary accounts for; so if it is just as long, there is none.
     """
-    if len(text) > _SHORT or (
-        _classes(text[::_STRIDE]).find(b"00") >= 0 and _classes(text).find(_SOME_DIGITS) >= 0
+    size = len(text)
+    if size > _SHORT or (
+        text[::_STRIDE].translate(_CLASSES).find(b"00") >= 0
+        and text.translate(_CLASSES).find(_SOME_DIGITS) >= 0
     ):
         return None
     try:
         values: dict[str, object] = _values.decode(text)
+        if type(values) is not dict or len(values) > MAX_TOP_LEVEL_KEYS:
+            return None
+        if _encoder.encode(values) == text:
+            return values
         raw = _ordered.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return None  # the long way says what is wrong
     # {, and for each two quotes, a colon, and a comma or }
     accounted = 1 + 4 * len(raw) + len("".join(raw)) + len(b"".join(raw.values()))
-    if accounted != len(text) or len(raw) > MAX_TOP_LEVEL_KEYS:
-        return None
-    return values
+    return values if accounted == size else None
 
 
 def value_span(text: Text, name: str) -> tuple[int, int]:
@@ -300,7 +306,7 @@ def _is_suspicious(text: Text) -> bool:
     tail = b""
     while at < size:
         piece = bytes(text[at : at + _PIECE])
-        classes = _classes(tail + piece)
+        classes = (tail + piece).translate(_CLASSES)
         start = at - len(tail)
         # nearly always there is neither an exponent nor a long run of digits
         odd = classes.find(b"0e") >= 0 or classes.find(_SOME_DIGITS) >= 0
@@ -314,10 +320,6 @@ def _is_suspicious(text: Text) -> bool:
         tail = piece[-_OVERLAP:]
         at += len(piece)
     return False
-
-
-def _classes(text: bytes) -> bytes:
-    return text.translate(_CLASSES)
 
 
 def _may_overflow(text: Text, at: int) -> bool:
