@@ -1,0 +1,143 @@
+"""A router that is killed, or left without an answer, at every single write of a swap."""
+
+from __future__ import annotations
+
+import http.client
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cluster_faults import Fate, Write, passes
+from cluster_router import Answer, RouterProcess
+from cluster_slot import LARGE, SMALL, Slot
+from harness import OwnCluster
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def slot(own: OwnCluster, namespace: str, tmp_path: Path) -> Iterator[Slot]:
+    made = Slot(own, namespace, tmp_path)
+    yield made
+    made.end()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One write of a swap: what it is, and how many of that kind come before it."""
+
+    name: str
+    is_it: Callable[[Write, str, str], bool]
+    """Whether a write is of the kind, in a swap from one member to another."""
+    before: int = 0
+
+
+def _records(phase: str) -> Callable[[Write, str, str], bool]:
+    return lambda write, incumbent, target: (write.record or {}).get("phase") == phase
+
+
+def _marks_incumbent(write: Write, incumbent: str, target: str) -> bool:
+    return write.is_mark and write.name == incumbent
+
+
+def _marks_target(write: Write, incumbent: str, target: str) -> bool:
+    return write.is_mark and write.name == target
+
+
+STEPS = (
+    Step("the unload is recorded", _records("unloading")),
+    Step("the incumbent is marked", _marks_incumbent),
+    Step("the target is marked", _marks_target),
+    Step("the incumbent is scaled down", lambda write, old, new: write.replicas == 0),
+    Step("the load is recorded", _records("loading")),
+    Step("the incumbent is marked again", _marks_incumbent, 1),
+    Step("the target is marked again", _marks_target, 1),
+    Step("the target is scaled up", lambda write, old, new: write.replicas == 1),
+    Step("the landing is recorded", _records("resident")),
+)
+
+
+class At:
+    """Gives a fate to the write of one step, once."""
+
+    def __init__(self, step: Step, incumbent: str, target: str, fate: Fate) -> None:
+        self._step = step
+        self._members = (incumbent, target)
+        self._fate = fate
+        self._left = step.before
+        self.hit: Write | None = None
+
+    def __call__(self, write: Write) -> Fate:
+        if self.hit is not None or not self._step.is_it(write, *self._members):
+            return Fate.PASS
+        if self._left:
+            self._left -= 1
+            return Fate.PASS
+        self.hit = write
+        return self._fate
+
+
+def ask(router: RouterProcess, model: str) -> Answer | None:
+    """Ask *model*; None when the router died over it."""
+    try:
+        return router.chat(model)
+    except (http.client.HTTPException, OSError):
+        return None
+
+
+def test_a_swap_is_two_epochs_and_nothing_is_written_twice(slot: Slot) -> None:
+    way = slot.way("router")
+    router = slot.router("host_router", way=way)
+    router.start()
+    assert router.chat(SMALL).member == SMALL
+    before = len(way.writes)
+
+    with slot.never_two():
+        assert router.chat(LARGE).member == LARGE
+
+    written = [each for each in way.writes[before:] if not each.is_renewal]
+    print(*written, sep="\n")
+    assert {each.status for each in written} == {200}
+    for step in STEPS:
+        found = [each for each in written if step.is_it(each, SMALL, LARGE)]
+        assert len(found) > step.before, step.name
+    scaled = [(each.name, each.replicas) for each in written if each.replicas is not None]
+    assert scaled == [(SMALL, 0), (LARGE, 1)]
+    marked = Counter(each.name for each in written if each.is_mark)
+    assert marked == {SMALL: 2, LARGE: 2}
+    assert len({each.record["epoch"] for each in written if each.record}) == 2
+
+
+@pytest.mark.parametrize("fate", [Fate.KILL_BEFORE, Fate.KILL_AFTER, Fate.LOSE_ANSWER])
+def test_a_swap_that_is_broken_at_any_write_is_made_up_for(slot: Slot, fate: Fate) -> None:
+    way = slot.way("router")
+    router = slot.router("host_router", way=way)
+    router.start()
+    assert router.chat(SMALL).member == SMALL
+    target, incumbent = LARGE, SMALL
+
+    with slot.never_two():
+        for step in STEPS:
+            way.rule = at = At(step, incumbent, target, fate)
+            answer = ask(router, target)
+            way.rule = passes
+            assert at.hit is not None, step.name
+            if fate is Fate.LOSE_ANSWER:
+                # It lives, and the client never notices.
+                assert answer is not None, step.name
+                assert (answer.status, answer.member) == (200, target), (step.name, answer.body)
+            else:
+                assert answer is None, step.name
+                router.stop(signal.SIGKILL)
+                router.start()
+                # By itself, without any request: what was left half done is ended or undone.
+                slot.wait_settled()
+                answer = router.chat(target)
+                assert (answer.status, answer.member) == (200, target), (step.name, answer.body)
+            assert slot.up() == [target], step.name
+            target, incumbent = incumbent, target
+    assert router.stop(signal.SIGTERM) == 0
