@@ -15,214 +15,28 @@ that comes in pieces gets a task (and aiohttp's `StreamReader`), for that is whe
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from aiohttp import web
 from aiohttp.base_protocol import BaseProtocol
-from aiohttp.http import HttpVersion11
 from aiohttp.streams import StreamReader
 
 from ..core.headers import Field, Stencil
-from ..core.paths import is_exact
-from ..core.target import is_valid_host
-from .request import PlainFields, extra_fields, wished_id
+from .plain import PlainHead, PlainRequest, WholeBody, read_head
+from .request import extra_fields, wished_id
 from .sink import PipedResponse
+from .steps import InTask, Steps
 
 if TYPE_CHECKING:
     from .server import FrontServer
-    from .short import Facts, ShortExchange
+    from .short import ShortExchange
 
 MAX_BACKLOG: Final = 64 * 1024
 """Bytes of pipelined requests kept unread behind the one that is being answered."""
-_MAX_HEAD: Final = 8 * 1024
-_MAX_FIELDS: Final = 100
 _BODY_LIMIT: Final = 64 * 1024  # as aiohttp: twice this much may wait to be read
 _COLLECTED: Final = 2 * _BODY_LIMIT
 _COLLECT_S: Final = 0.25
-_LINES_KEPT: Final = 1024
-_LINE_KEPT: Final = 128
-
-_line = re.compile(
-    rb"([!#$%&'*+.^_`|~0-9A-Za-z-]++):[ \t]*+([\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?)[ \t]*"
-)
-_NOT_PLAIN: Final = frozenset(
-    (
-        "content-encoding",
-        "expect",
-        "http2-settings",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    )
-)
-_SECRET: Final = frozenset(("authorization", "cookie", "proxy-authorization", "x-api-key"))
-
-_Line = tuple[str, str, Field]
-"""Lower-case name, value, and both as they came."""
-_lines: dict[bytes, _Line] = {}
-"""Clients say the same lines again and again. Bounded, and without secrets."""
-
-
-class PlainHead:
-    """A head that was found to be plain."""
-
-    __slots__ = ("end", "facts", "fields", "length", "method", "path", "raw", "stencil", "text")
-
-    def __init__(
-        self, method: str, path: str, fields: PlainFields, raw: list[Field], end: int, length: int
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.fields = fields
-        self.raw = raw
-        self.end = end
-        """Where its body begins."""
-        self.length = length
-        """Of the body."""
-        self.text = b""
-        """As it came."""
-        self.stencil: Stencil | None = None
-        """What the client's next head mostly fits into; *length* and *end* are then set anew."""
-        self.facts: Facts | None = None
-        """What the short way knows of it."""
-
-
-def read_head(data: bytes) -> PlainHead | None:
-    """Return the head at the beginning of *data* if it is whole and plain, else None."""
-    end = data.find(b"\r\n\r\n", 0, _MAX_HEAD)
-    if end < 0:
-        return None
-    lines = data[:end].split(b"\r\n")
-    words = lines[0].split(b" ")
-    if len(words) != 3 or words[2] != b"HTTP/1.1" or len(lines) > _MAX_FIELDS:
-        return None
-    fields, raw = PlainFields(), []
-    for line in lines[1:]:
-        known = _lines.get(line) or _read_line(line)
-        if known is None or dict.__contains__(fields, known[0]):
-            return None
-        dict.__setitem__(fields, known[0], known[1])
-        raw.append(known[2])
-    return _checked(words[0], words[1], fields, raw, end + 4)
-
-
-def _checked(
-    method: bytes, target: bytes, fields: PlainFields, raw: list[Field], end: int
-) -> PlainHead | None:
-    # as it came, so that nothing has to be undone: no escapes, no query, no doubled slashes
-    path = target.decode("latin-1")
-    host = dict.get(fields, "host")
-    length = dict.get(fields, "content-length")
-    if host is None or not is_valid_host(host) or not is_exact(path):
-        return None
-    if dict.get(fields, "connection", "keep-alive").lower() != "keep-alive":
-        return None
-    if method == b"POST" and length is not None and length.isdecimal() and len(length) < 16:
-        return PlainHead("POST", path, fields, raw, end, int(length))
-    if method == b"GET" and length is None:
-        return PlainHead("GET", path, fields, raw, end, 0)
-    return None
-
-
-def _read_line(line: bytes) -> _Line | None:
-    found = _line.fullmatch(line)
-    if found is None:
-        return None
-    name = found[1].decode("ascii").lower()
-    if name in _NOT_PLAIN:
-        return None
-    read = (name, found[2].decode("ascii"), (found[1], found[2]))
-    if len(line) <= _LINE_KEPT and name not in _SECRET:
-        if len(_lines) >= _LINES_KEPT:
-            _lines.clear()
-        _lines[line] = read
-    return read
-
-
-class WholeBody:
-    """A body that came with its head; as much of a `StreamReader` as `intake` uses."""
-
-    __slots__ = ("_data", "total_bytes")
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self.total_bytes = len(data)
-
-    def is_eof(self) -> bool:
-        """Say that all of it is here."""
-        return True
-
-    def read_nowait(self) -> bytes:
-        """Return it; nothing the second time."""
-        data, self._data = self._data, b""
-        return data
-
-    async def readany(self) -> bytes:
-        """Return it at once, as `read_nowait`."""
-        return self.read_nowait()
-
-
-class PlainRequest:
-    """See `request.Request`."""
-
-    __slots__ = (
-        "_connection",
-        "answer_begun",
-        "content",
-        "cors_headers",
-        "headers",
-        "method",
-        "output_size",
-        "raw_headers",
-        "request_id",
-        "route_path",
-    )
-
-    version = HttpVersion11
-    keep_alive = True
-    route_query = ""
-
-    def __init__(
-        self,
-        connection: OwnConnection,
-        head: PlainHead,
-        content: WholeBody | StreamReader,
-        request_id: str,
-        cors_headers: Mapping[str, str],
-    ) -> None:
-        self._connection = connection
-        self.method = head.method
-        self.route_path = head.path
-        self.headers = head.fields
-        self.raw_headers = head.raw
-        self.content = content
-        self.request_id = request_id
-        self.cors_headers = cors_headers
-        self.answer_begun = False
-        self.output_size = 0
-
-    @property
-    def transport(self) -> asyncio.Transport | None:
-        """None when the client left."""
-        return self._connection.transport
-
-    @property
-    def protocol(self) -> OwnConnection:
-        """Who knows whether the client keeps up."""
-        return self._connection
-
-    @property
-    def writer(self) -> PlainRequest:
-        """Where a sink notes that an answer has begun (*output_size*)."""
-        return self
-
-    @property
-    def must_close(self) -> bool:
-        """True when the answer has to say ``Connection: close``."""
-        return self._connection.ends
 
 
 class OwnConnection(BaseProtocol):
@@ -253,7 +67,7 @@ class OwnConnection(BaseProtocol):
         self._server = server
         self.ids = server.ids
         """Ids for requests that bring none."""
-        self._running: _Steps | _Task | ShortExchange | None = None
+        self._running: Steps | InTask | ShortExchange | None = None
         self._stream: StreamReader | None = None
         self._collected: list[bytes] = []  # of a body that will be here in a moment
         self._missing = 0  # bytes of the body that is being received
@@ -418,7 +232,7 @@ class OwnConnection(BaseProtocol):
         self._stream = stream = StreamReader(self, _BODY_LIMIT, loop=self._loop)
         self._missing = head.length
         request = self._request(head, stream, self.request_id_of(head))
-        self._running = _Task(self, request, self._server.answer(request), self._loop)
+        self._running = InTask(self, request, self._server.answer(request), self._loop)
         self._receive(received)
 
     def _answer_whole(self, head: PlainHead, body: bytes) -> None:
@@ -456,7 +270,7 @@ class OwnConnection(BaseProtocol):
 
     def go_on(self, request: PlainRequest, work: Coroutine[Any, Any, web.StreamResponse]) -> None:
         """Run *work* and send what it returns."""
-        self._running = steps = _Steps(self, request, self._loop)
+        self._running = steps = Steps(self, request, self._loop)
         steps.run(work)
 
     def _hand_over(self, data: bytes) -> None:
@@ -537,112 +351,3 @@ class OwnConnection(BaseProtocol):
         self._since = self._loop.time()
         self._idle_limit = self._server.options.linger_s
         self._server.watch(self, self._idle_limit)
-
-
-class _Steps:
-    """
-    Runs one handler without a task: on the spot, then whenever what it waits for is done.
-
-    Enough for handlers that await futures and tasks; what asks for the current task
-    (`asyncio.timeout`) has to be in a task of its own.
-    """
-
-    __slots__ = (
-        "_cancelled",
-        "_connection",
-        "_coroutine",
-        "_ended",
-        "_loop",
-        "_request",
-        "_waits_for",
-    )
-
-    def __init__(
-        self, connection: OwnConnection, request: PlainRequest, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self._connection = connection
-        self._request = request
-        self._loop = loop
-        self._coroutine: Coroutine[Any, Any, web.StreamResponse] | None = None
-        self._waits_for: asyncio.Future[Any] | None = None
-        self._cancelled = False
-        self._ended: asyncio.Future[None] | None = None
-
-    @property
-    def ended(self) -> asyncio.Future[None]:
-        """Done when the handler is."""
-        if self._ended is None:
-            self._ended = self._loop.create_future()
-            if self._coroutine is None:
-                self._ended.set_result(None)
-        return self._ended
-
-    def run(self, coroutine: Coroutine[Any, Any, web.StreamResponse]) -> None:
-        """Go as far as possible now."""
-        self._coroutine = coroutine
-        self._step()
-
-    def cancel(self) -> None:
-        """Let the handler see `CancelledError` where it waits, or when it goes on."""
-        if self._waits_for is None or not self._waits_for.cancel():
-            self._cancelled = True
-
-    def _step(self, _: asyncio.Future[Any] | None = None) -> None:
-        coroutine = self._coroutine
-        assert coroutine is not None
-        self._waits_for = None
-        try:
-            if self._cancelled:
-                self._cancelled = False
-                waits_for = coroutine.throw(asyncio.CancelledError())
-            else:
-                waits_for = coroutine.send(None)
-        except StopIteration as done:
-            self._end()
-            self._connection.answered(self._request, done.value)
-        except (asyncio.CancelledError, ConnectionError):
-            self._end()
-            self._connection.lost()
-        else:
-            if waits_for is None:  # it lets others run
-                self._loop.call_soon(self._step)
-                return
-            waits_for._asyncio_future_blocking = False
-            waits_for.add_done_callback(self._step)
-            self._waits_for = waits_for
-            if self._cancelled and waits_for.cancel():
-                self._cancelled = False
-
-    def _end(self) -> None:
-        self._coroutine = None
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(None)
-
-
-class _Task:
-    """Runs one handler as a task: it has to wait for the rest of its body, with time limits."""
-
-    __slots__ = ("_connection", "_request", "ended")
-
-    def __init__(
-        self,
-        connection: OwnConnection,
-        request: PlainRequest,
-        coroutine: Coroutine[Any, Any, web.StreamResponse],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self._connection = connection
-        self._request = request
-        self.ended = loop.create_task(self._run(coroutine))
-
-    def cancel(self) -> None:
-        """Let the handler see `CancelledError`."""
-        self.ended.cancel()
-
-    async def _run(self, coroutine: Coroutine[Any, Any, web.StreamResponse]) -> None:
-        try:
-            response = await coroutine
-        except (asyncio.CancelledError, ConnectionError):
-            self._connection.lost()
-        else:
-            self._connection.answered(self._request, response)

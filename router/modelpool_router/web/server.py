@@ -27,7 +27,8 @@ from . import head
 from .connection import UNREADABLE, FrontConnection, FrontRequest, complete, handler_failed
 from .cors import Cors
 from .errors import ApiError, envelope, family_of, render, response_headers
-from .front import OwnConnection, PlainRequest
+from .front import OwnConnection
+from .plain import PlainRequest
 from .request import wished_id
 
 if TYPE_CHECKING:

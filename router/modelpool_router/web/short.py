@@ -52,8 +52,9 @@ from .begun import Begun
 from .errors import ApiError
 from .exchange import Exchange, Forwarded, ForwardLimits
 from .faults import ExchangeBroken, ExchangeError, UpstreamTimeout
-from .front import OwnConnection, PlainHead, PlainRequest
+from .front import OwnConnection
 from .intake import Body
+from .plain import PlainHead, PlainRequest
 from .request import wished_id
 from .sink import ClientSink, watch_rest
 from .surface import Surface
