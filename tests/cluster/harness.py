@@ -408,6 +408,7 @@ class OwnCluster(Cluster):
             "--enable-admission-plugins=OwnerReferencesPermissionEnforcement",
             f"--audit-policy-file={self._audit_policy()}",
             f"--audit-log-path={self.audit_log}",
+            "--audit-log-maxsize=4000",  # one file: what is looked for may be anywhere in it
             "--allow-privileged=true",
             "--profiling=false",
             "--v=1",
