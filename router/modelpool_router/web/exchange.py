@@ -81,8 +81,10 @@ class LeaseLike(Protocol):
 class Forwarded:
     """How an exchange ended of which the client saw something (or the client was gone)."""
 
-    response: PipedResponse
-    """For aiohttp; everything is written already."""
+    keep_alive: bool
+    """Whether another request may come on the client's connection."""
+    cut_off: Callable[[], None] | None
+    """How the answer still has to be ended, where it was not completed."""
     outcome: Outcome
     status: int
     """Of the upstream's answer, which the client saw; 0 when none came."""
@@ -92,6 +94,13 @@ class Forwarded:
     """Why it is not ``served``."""
     first_byte_at: float | None
     """When the head of the answer came; monotonic seconds."""
+
+    @property
+    def response(self) -> PipedResponse:
+        """What a handler returns; everything but the cut is written already."""
+        return PipedResponse(
+            status=self.status or 200, keep_alive=self.keep_alive, abort=self.cut_off
+        )
 
 
 class Exchange:
@@ -392,11 +401,8 @@ class Exchange:
     ) -> Forwarded:
         status = self._head.status if self._head is not None else 0
         return Forwarded(
-            response=PipedResponse(
-                status=status or 200,
-                keep_alive=keep_alive,
-                abort=self._sink.reset if reset else None,
-            ),
+            keep_alive=keep_alive,
+            cut_off=self._sink.reset if reset else None,
             outcome=outcome,
             status=status,
             bytes_sent=self._sink.sent,

@@ -17,7 +17,7 @@ from .exchange import Exchange, Forwarded, ForwardLimits, LeaseLike, OutgoingBod
 from .faults import ConnectRefused, ExchangeError, Family, MemberLoading, UpstreamReset
 from .held import HeldStream
 from .request import ClientSide
-from .sink import ClientSink, PipedResponse
+from .sink import ClientSink
 from .upstream import UpstreamClient
 
 __all__ = ["ExchangeIds", "ForwardLimits", "Forwarded", "LeaseLike", "OutgoingBody", "forward"]
@@ -166,7 +166,8 @@ async def _run(
 
 def _client_gone() -> Forwarded:
     return Forwarded(
-        response=PipedResponse(status=499, keep_alive=False),
+        keep_alive=False,
+        cut_off=None,
         outcome="client_gone",
         status=0,
         bytes_sent=0,

@@ -15,7 +15,7 @@ that comes in pieces gets a task (and aiohttp's `StreamReader`), for that is whe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from aiohttp import web
@@ -305,6 +305,18 @@ class OwnConnection(BaseProtocol):
         if transport.is_closing():
             return
         self.settled(self._loop.time(), stays=stays, unread=unread)
+
+    def passed_on(self, *, keep_alive: bool, cut_off: Callable[[], None] | None) -> None:
+        """Do what `answered` does for an answer that was written past this connection."""
+        self._running = None
+        transport = self.transport
+        if transport is None:
+            self._server.own.discard(self)
+            return
+        if cut_off is not None:
+            cut_off()
+        if not transport.is_closing():
+            self.settled(self._loop.time(), stays=keep_alive and not self.ends)
 
     def settled(self, now: float, *, stays: bool, unread: bool = False) -> None:
         """Go on with the next request, or end the connection: an answer was sent."""

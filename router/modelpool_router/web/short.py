@@ -445,17 +445,16 @@ class ShortExchange(msgspec.Struct, eq=False):
         body = Body(way.ledger, len(self.body), data=self.body)
         self.body = b""
         self.deadline = math.inf  # the exchange has its own
-        self.relay = _Relay(request, sink, exchange)
+        self.relay = _Relay(sink, exchange)
         self.lease.on_break = exchange.break_off
         way.client.sweep.add(exchange)
         exchange.take_over(self.upstream, body, self._relayed)
 
     def _relayed(self, result: Forwarded | ExchangeError) -> None:
         """The answer that was passed on is over."""
-        relay = self.relay
-        assert relay is not None and isinstance(result, Forwarded)
+        assert isinstance(result, Forwarded)
         self._account(result)
-        self.client.answered(relay.request, result.response)
+        self.client.passed_on(keep_alive=result.keep_alive, cut_off=result.cut_off)
 
     def _go_on(self, error: ExchangeError | None) -> None:
         """Let the general way do the rest."""
@@ -487,7 +486,6 @@ class ShortExchange(msgspec.Struct, eq=False):
 class _Relay(msgspec.Struct, eq=False):
     """What it takes to pass an answer on as it comes."""
 
-    request: PlainRequest
     sink: ClientSink
     exchange: Exchange
 
