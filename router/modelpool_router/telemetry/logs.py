@@ -511,8 +511,13 @@ def _add_timestamp(_logger: object, _name: str, fields: Fields) -> Fields:
 
 
 def _stamp(at: float) -> str:
-    second = int(at)
-    return _second(second) + _THOUSANDTHS % int((at - second) * 1000)
+    return _millisecond(int(at * 1000))
+
+
+@lru_cache(maxsize=4)  # a busy log has many lines in one
+def _millisecond(number: int) -> str:
+    second, thousandths = divmod(number, 1000)
+    return _second(second) + _THOUSANDTHS % thousandths
 
 
 @lru_cache(maxsize=4)
