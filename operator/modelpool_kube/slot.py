@@ -172,6 +172,10 @@ class SlotActuator:
         except MemberMissing:
             return
 
+    def knows(self, member: Member) -> bool:
+        """Whether the object of *member* was ever there, as far as this actuator has looked."""
+        return member in self._remembered
+
     async def look_gone(self, member: Member, *, epoch: int) -> Gone | NotYet:
         """Look whether *member* is proven gone in *epoch*."""
         record = self._keeper.record

@@ -50,7 +50,7 @@ class Adopting(Unloading):
             nonlocal record, deadline, keep, taking_down
             if self._keeper.frozen:
                 return self._keeper.frozen
-            if not self._watch.has_seen_members:
+            if not self._has_seen_members():
                 return "the members were not seen yet"
             self._judge_members()
             async with self._act:

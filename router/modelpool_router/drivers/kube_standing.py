@@ -83,9 +83,13 @@ class Standing(SlotBook):
         if not self._is_adopted:
             raise DriverUnavailable(self.standing.withheld or "the slot was not looked at yet")
 
+    def _has_seen_members(self) -> bool:
+        """Whether every member was looked for; of former ones our Role may not let us see all."""
+        return all(map(self._watch.has_seen, self._members.values()))
+
     def _judge_members(self) -> None:
         """Look for members that are missing or cannot be members, as the watches show them."""
-        if not self._watch.has_seen_members:
+        if not self._has_seen_members():
             return
         found: list[str] = []
         missing: list[str] = []

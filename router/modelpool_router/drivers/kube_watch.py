@@ -106,11 +106,6 @@ class PoolWatch:
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    @property
-    def has_seen_members(self) -> bool:
-        """Whether every member was looked for at least once."""
-        return all(map(self.has_seen, self.members))
-
     def has_seen(self, member: KubeMember) -> bool:
         """Whether *member* was looked for at least once."""
         reflector = self._reflectors.get((member.object_kind, member.namespace, member.target))

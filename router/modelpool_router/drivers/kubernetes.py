@@ -20,11 +20,12 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from modelpool_api.names import SLOT_ANNOTATION
 from modelpool_kube.errors import KubeError
-from modelpool_kube.kinds import MEMBER_KINDS, PODS, Kind, uid
+from modelpool_kube.kinds import MEMBER_KINDS, PODS, Kind, annotation, uid
 from modelpool_kube.lease import LeaseLost
 from modelpool_kube.port import ClusterPort
-from modelpool_kube.record import Frozen
+from modelpool_kube.record import Frozen, read_mark
 from modelpool_kube.watch import Notice
 
 from ..core.events import Idleness
@@ -105,7 +106,8 @@ class KubernetesDriver(Adopting):
         if dict(members) == self._members:
             return
         for name, old in self._members.items():
-            if members.get(name) is None or members[name].slot_member != old.slot_member:
+            is_removed = members.get(name) is None or members[name].slot_member != old.slot_member
+            if is_removed and not self._was_never_ours(old):
                 self._leaving[name] = old
         self._members = dict(members)
         for name in [name for name in self._leaving if name in self._members]:
@@ -118,6 +120,17 @@ class KubernetesDriver(Adopting):
         self._own(old_watch.close(), "end of a watch")
         self._judge_members()
         self._dismiss()
+
+    def _was_never_ours(self, member: KubeMember) -> bool:
+        """Whether nobody of us has marked or moved *member* yet: then it is nothing to us."""
+        is_moving = member.name in self._lives or self._begun is not None or self._act.locked()
+        if is_moving or not self._watch.has_seen(member):
+            return False
+        obj = self._watch.object_of(member)
+        if obj is None:
+            return not self._actuator.knows(member.slot_member)
+        mark = read_mark(annotation(obj, SLOT_ANNOTATION))
+        return mark is None or mark.slot != self._slot.id
 
     def retire(self) -> None:
         """
