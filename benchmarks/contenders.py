@@ -86,6 +86,8 @@ class Running:
     """A contender that runs; ``with Running(...) as it``: ready inside, gone outside."""
 
     def __init__(self, contender: Contender, plan: Plan, *, core: int | None) -> None:
+        # a run that is told to end takes down what it started, as after Ctrl-C
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         plan.folder.mkdir(parents=True, exist_ok=True)
         launch = contender.launch(plan)
         self.name = contender.name
