@@ -53,6 +53,8 @@ def test_a_pool_of_two_is_kept_as_people_see_it(ground: Ground, start: Start) ->
     with one_at_a_time(kubectl, namespace) as pods:
         # A cold default is warmed, and real kubectl prints the columns.
         until(lambda: ground.status().get("residentMember") == "coder", "it is warmed", 150)
+        # Until then the load counts as announced and not as landed.
+        until(lambda: ground.record()["phase"] == "resident", "and that is recorded", 40)
         head, row = kubectl("get", "mpool", "-n", namespace).splitlines()
         assert head.split() == ["NAME", "POLICY", "RESIDENT", "PHASE", "AGE"]
         assert row.split()[:4] == ["gpu0", "sticky", "coder", "Ready"]
@@ -97,7 +99,7 @@ def test_a_pool_of_two_is_kept_as_people_see_it(ground: Ground, start: Start) ->
             ),
             "the slot is empty",
         )
-        assert pods.told == ["+coder", "-coder"]
+        until(lambda: pods.told == ["+coder", "-coder"], "and nothing else has moved", 5)
         assert ground.replicas("isvc/judge") == 0
 
         # Whole again and cold, the pool warms what is the default now.
