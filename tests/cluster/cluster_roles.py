@@ -157,7 +157,12 @@ class Record:
         message = str(answer.get("message") or "")
         if answer.get("code") == 403 and NAMESPACE_IS_GOING not in message:
             self.refused.append(f"{said}: {message}")
-        elif not user.startswith("system:serviceaccount:"):
+            return
+        # It came to know of a member before the operator had renewed its Role, and asked again.
+        self.refused = [each for each in self.refused if not each.startswith(f"{said}: ")]
+        if answer.get("code") == 403:
+            return
+        if not user.startswith("system:serviceaccount:"):
             self.masters.append(said)
         else:
             self.used.setdefault(program, Counter())[right] += 1

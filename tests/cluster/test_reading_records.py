@@ -61,6 +61,8 @@ def test_a_refusal_and_the_rights_of_a_person_are_told(tmp_path: Path) -> None:
     gone = event(OPERATOR_MANAGER, "create", "pods", code=403)
     gone["responseStatus"]["message"] = "unable, because it is being terminated"
     assert read(tmp_path, gone).refused == []
+    later = (event(ROUTER_MANAGER, "get", "pods", code=code) for code in (403, 200))
+    assert read(tmp_path, *later).refused == []
     assert record.refused == [f"modelpool-router as {ACCOUNT}: get nodes lab/: said no"]
     assert record.masters == ["modelpool-operator as admin: list pods lab/"]
     assert record.used == {}
