@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster_kubectl import Object
+from cluster_kubectl import Kubectl, KubectlFailed, Object, until
 from cluster_operator import base
 from harness import Cluster
 from modelpool_api.names import OPERATOR_MANAGER, ROUTER_MANAGER
@@ -119,7 +119,18 @@ def router_account(cluster: Cluster, name: str, *pools: Object, makes_leases: bo
             "subjects": [account],
         },
     )
-    return cluster.service_account(namespace, name)
+    made = cluster.service_account(namespace, name)
+    # The API server takes a moment to know of a binding.
+    as_router = cluster.as_user(made)
+    until(lambda: _may(as_router, "list", "replicasets", namespace), "the Role is in force", 20)
+    return made
+
+
+def _may(kubectl: Kubectl, verb: str, resource: str, namespace: str) -> bool:
+    try:
+        return kubectl("auth", "can-i", verb, resource, "-n", namespace).strip() == "yes"
+    except KubectlFailed:
+        return False  # that is how it says no
 
 
 @dataclass
