@@ -308,10 +308,8 @@ class Telling:
         story.deposed_wrote = [
             write
             for write in way.writes[before:]
-            if (write.kind == "deployments" or about(write) == DEPOSED)
-            and write.kind != "events"
-            and write.fate is Fate.PASS
-            and write.status in (200, 201)
+            # A status is conditional on the version that was read: whoever writes it, it is true.
+            if write.kind == "deployments" and write.fate is Fate.PASS and write.status == 200
         ]
         story.deposed_state = world.states()[DEPOSED]
         router.stop()
