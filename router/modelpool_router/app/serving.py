@@ -122,13 +122,13 @@ def _say_where(router: Router) -> None:
 def _signals(stop: Callable[[], None], again: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: again}
+    # Not by way of the loop: to take its handlers away is to have the default ones for a moment.
     for number, handler in handlers.items():
-        loop.add_signal_handler(number, handler)
+        signal.signal(number, lambda *_, handler=handler: loop.call_soon_threadsafe(handler))
     try:
         yield
     finally:
         for number in handlers:
-            loop.remove_signal_handler(number)
             # The process ends by itself now: one more must not turn that into an abort.
             signal.signal(number, signal.SIG_IGN)
 

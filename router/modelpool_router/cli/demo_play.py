@@ -239,13 +239,13 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
     """Let SIGINT and SIGTERM call *stop* instead of ending the process in the middle."""
     loop = asyncio.get_running_loop()
     kinds = (signal.SIGINT, signal.SIGTERM)
+    # Not by way of the loop: to take its handlers away is to have the default ones for a moment.
     for kind in kinds:
-        loop.add_signal_handler(kind, stop)
+        signal.signal(kind, lambda *_: loop.call_soon_threadsafe(stop))
     try:
         yield
     finally:
         for kind in kinds:
-            loop.remove_signal_handler(kind)
             # The process ends by itself now: one more must not turn that into an abort.
             signal.signal(kind, signal.SIG_IGN)
 
