@@ -538,7 +538,8 @@ class Served:
         assert "Traceback" not in text
         lines = self.log_lines()
         assert len(lines) == text.count("\n"), "a line that is not JSON"
-        assert not [line for line in lines if "raised" in line]
+        raised = [line for line in lines if "raised" in line]
+        assert not raised, raised
         assert not [line for line in lines if line.get("level") not in self.allowed_levels]
         counts = Counter(line["request_id"] for line in lines if line["event"] == "request")
         assert not {each: count for each, count in counts.items() if count != 1}

@@ -55,18 +55,30 @@ class Prober:
             await session.close()
 
 
+_NO_MEANS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""What says something about this process, and nothing about a port."""
+
+
 async def port_refuses(host: str, port: int, *, timeout_s: float = 1.0) -> bool:
-    """Return True when nobody listens there. No answer at all counts as somebody."""
+    """
+    Return True when nobody listens there.
+
+    No answer at all counts as somebody, and so does that this process has no means to ask.
+    """
     loop = asyncio.get_running_loop()
-    with socket.socket(_family(host), socket.SOCK_STREAM) as sock:
+    try:
+        sock = socket.socket(_family(host), socket.SOCK_STREAM)
+    except OSError:
+        return False
+    with sock:
         sock.setblocking(False)
         try:
             async with asyncio.timeout(timeout_s):
                 await loop.sock_connect(sock, (host, port))
         except TimeoutError:
             return False
-        except OSError:
-            return True
+        except OSError as error:
+            return error.errno not in _NO_MEANS
         # A socket may get the very port it dials as its own and so connect to itself.
         return bool(sock.getsockname() == sock.getpeername())
 

@@ -234,7 +234,16 @@ class ProcessDriver(Lives):
     # -- watching --------------------------------------------------------------------------
 
     async def _watch(self, life: Life) -> None:
-        """Report the end of a ready life, once, and keep its log bounded."""
+        """Report the end of a ready life, once, and keep its log bounded; through bad times."""
+        while True:
+            try:
+                return await self._watch_on(life)
+            except OSError as error:
+                extra = {"pool": self._pool, "member": life.spec.name, "problem": str(error)}
+                _log.warning("cannot look after a member now", extra=extra)
+                await asyncio.sleep(LOOK_S)
+
+    async def _watch_on(self, life: Life) -> None:
         # Alone, its first process is the server, and its exit tells all.
         is_alone = len(await self._processes_or_none(life)) == 1
         refusals = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shlex
@@ -21,6 +22,7 @@ import uvloop
 from fakemembers import PYTHON_ENV, EventLog, carrying, fake_command, is_alive, until
 from modelpool_router.core.events import Idleness
 from modelpool_router.core.spec import MemberName, PoolName
+from modelpool_router.drivers import probe, process
 from modelpool_router.drivers.base import ActivationFailed, DriverUnavailable, Endpoint
 from modelpool_router.drivers.process import (
     Limits,
@@ -765,6 +767,44 @@ async def test_a_container_that_dies_is_a_loss(bench: Bench) -> None:
 
     await until(lambda: bool(bench.losses), "the loss is noticed", within_s=5.0)
     assert bench.losses[0][1] == "port_closed"
+
+
+async def test_without_the_means_to_look_members_are_looked_after_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No free file is no end of a member, and no end of watching it."""
+    tool = Container(bench)
+    bench.add(ALPHA, command=tool.run, stop_command=tool.stop, gone_command=tool.gone)
+    endpoint = await bench.driver.activate(ALPHA)
+    tries = 0
+
+    async def refuses(host: str, port: int) -> bool:
+        nonlocal tries
+        tries += 1
+        if tries <= 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await probe.port_refuses(host, port)
+
+    monkeypatch.setattr(process, "port_refuses", refuses)
+    await until(lambda: tries > 2, "it is looked at again", within_s=15.0)
+    assert await bench.driver.observe() == {ALPHA: endpoint}
+    assert bench.losses == []
+
+    os.kill(tool.pid, signal.SIGKILL)
+
+    await until(lambda: bool(bench.losses), "the loss is noticed", within_s=15.0)
+
+
+async def test_a_port_that_cannot_be_asked_does_not_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert await probe.port_refuses("127.0.0.1", port)
+
+    def no_files(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", no_files)
+    assert not await probe.port_refuses("127.0.0.1", port)
 
 
 async def test_a_container_that_an_earlier_router_left_is_stopped_at_the_start(
