@@ -6,8 +6,10 @@ ARGS   ?=
 N      ?= 100000
 BENCH_OUT ?= benchmarks/.build/result.jsonl
 # The slowest tests, in a tier of their own so that `make test` stays below five minutes.
-CRASHES := tests/operator/engine/test_crashes.py tests/operator/modeldeployment/test_crashes.py \
-	tests/router/drivers/test_kubernetes_crashes.py
+SLOW := tests/operator/engine/test_crashes.py tests/operator/modeldeployment/test_crashes.py \
+	tests/router/drivers/test_kubernetes_crashes.py tests/router/core/test_mutants.py
+# One more than there are cores: many tests wait for processes that they have started.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) + 1)
 
 .DEFAULT_GOAL := help
 
@@ -36,11 +38,11 @@ run: $(VENV)/.made-run ## Play the demo: two simulated models take turns (ARGS=-
 
 .PHONY: test
 test: $(VENV)/.made-test ## Unit, property, simulation and socket tests (below five minutes)
-	$(BIN)/python -m pytest -n auto --dist loadfile $(CRASHES:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%) $(ARGS)
 
-.PHONY: test-crashes
-test-crashes: $(VENV)/.made-test ## Kill operator and router around the requests of their stories (some minutes)
-	$(BIN)/python -m pytest -n auto $(CRASHES) $(ARGS)
+.PHONY: test-slow
+test-slow: $(VENV)/.made-test ## Operators and routers killed around every request, broken schedulers (some minutes)
+	$(BIN)/python -m pytest -n auto $(SLOW) $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.made-lint ## Style, types, import contracts (generated pages are compared by make test)
