@@ -99,6 +99,31 @@ async def test_bodies_of_four_megabytes_wait_in_the_spool(tmp_path: Path) -> Non
             client.close()
 
 
+async def test_a_body_of_megabytes_costs_no_memory_while_its_answer_is_made(tmp_path: Path) -> None:
+    async with served(tmp_path, pool(member("alpha", keys={"parallel": 40}))) as router:
+        await router.answered("alpha")
+        before = memory_mib(router, "VmRSS")
+        request = chat_of(4_000_000).replace(b'{"model"', b'{"x_delay_ms": 900000, "model"')
+        request = request.replace(b"Length: 4000000", b"Length: 4000022")
+        clients = [router.raw() for _ in range(30)]
+        for client in clients:
+            await client.__aenter__()
+            await client.send(request)
+        port = router.members.events("start", "alpha")[0]["port"]
+
+        async def all_sent() -> bool:
+            async with router.session.get(f"http://127.0.0.1:{port}/debug/requests") as response:
+                return len(await response.json()) == 31
+
+        await until(all_sent, "the member has all of them")
+        await until(
+            lambda: memory_mib(router, "VmRSS") - before <= 0.1 * 120,
+            "what was sent is not kept in memory",
+        )
+        for client in clients:
+            client.close()
+
+
 async def test_what_was_spooled_arrives_unchanged(tmp_path: Path) -> None:
     async with served_here(tmp_path, pool(member("alpha", load=0.2))) as router:
         body = chat_of(4_000_000).partition(b"\r\n\r\n")[2]

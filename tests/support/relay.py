@@ -50,6 +50,9 @@ class Body:
             self.pieces += 1
             yield view[start : start + PIECE]
 
+    def put_away(self) -> None:
+        """Nothing to do for one in memory."""
+
     def close(self) -> None:
         """Count it."""
         self.closed += 1

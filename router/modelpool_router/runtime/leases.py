@@ -105,9 +105,11 @@ class LeaseScope:
         waiter: With a lease that was granted already (`PoolRuntime.lend`).
     """
 
-    __slots__ = ("_arrival", "_pool", "_waiter")
+    __slots__ = ("_arrival", "_pool", "_waiter", "on_held")
 
     def __init__(self, pool: PoolRuntime, arrival: Arrived, waiter: Waiter | None = None) -> None:
+        self.on_held: Callable[[], None] = lambda: None
+        """Called once it turns out that the request has to wait."""
         self._pool = pool
         self._arrival = arrival
         self._waiter = waiter if waiter is not None else Waiter()
@@ -118,6 +120,8 @@ class LeaseScope:
             return waiter.lease
         pool.waiters[arrival.ticket] = waiter
         pool.tell(arrival)
+        if waiter.grant is None and waiter.refusal is None:
+            self.on_held()
         try:
             await settled(waiter, pool.loop)
         except BaseException:

@@ -174,6 +174,7 @@ class Dispatcher:
             scope = pool.lease(job.route.member, deadline=deadline, key=job.caller.key_id)
         else:
             scope = begun.scope
+        scope.on_held = job.body.put_away
         renewed = False
         try:
             async with scope as lease:
@@ -189,10 +190,12 @@ class Dispatcher:
                             raise
                         renewed = True
                         record.granted_at = None
+                        job.body.put_away()
                         await lease.renew(deadline)
                     except MemberLoading:
                         if self._loop.time() + _LOADING_AGAIN_S >= deadline:
                             raise
+                        job.body.put_away()
                         await asyncio.sleep(_LOADING_AGAIN_S)
         except HoldRefused as refused:
             record.held_until = self._loop.time()

@@ -63,6 +63,10 @@ class OutgoingBody(Protocol):
         """Iterate over it from the start, in pieces of at most 256 KiB."""
         ...
 
+    def put_away(self) -> None:
+        """Keep no copy in memory of what is in a file. Idempotent; it can still be sent."""
+        ...
+
     def close(self) -> None:
         """Give its memory back. Idempotent; called when it will not be sent again."""
         ...
@@ -293,6 +297,8 @@ class Exchange:
         connection.request_sent = True
         if self._relaying:
             body.close()
+        else:
+            body.put_away()  # it is kept for another try, and the answer may take long
 
     def _relay(self) -> None:
         assert self._head is not None

@@ -216,7 +216,6 @@ class DataPort:
             served = wanted.route.served_model
             if served is not None and wanted.facts.model is not None:
                 _rename(request, body, served)
-            body.put_away()
             return await self._dispatcher.serve(
                 Job(
                     request,
