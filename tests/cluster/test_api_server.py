@@ -47,7 +47,7 @@ KINDS = {
 def served(cluster: Cluster) -> Cluster:
     """A cluster that serves our kinds."""
     names = []
-    for path in sorted(schema.folder().glob("*.yaml")):
+    for path in sorted(schema.folder().glob("modelpool.dev_*.yaml")):
         cluster.kubectl("apply", "--server-side", "-f", str(path))
     for resource in schema.RESOURCES:
         names.append(f"crd/{resource.plural}.modelpool.dev")

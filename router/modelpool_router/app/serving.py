@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
 
 import structlog
 
@@ -19,6 +18,7 @@ from ..web.auth import BadKeys
 from ..web.server import ParserMissing
 from . import heap
 from .router import Router
+from .signals import heeded
 
 log = structlog.get_logger("modelpool.serve")
 
@@ -79,7 +79,12 @@ async def _serve(settings: Settings, logs: Logs) -> int:
     def stop_or_hurry() -> None:
         (hurry if stop.is_set() else stop).set()
 
-    with _signals(stop_or_hurry, again.set):
+    handlers = {
+        signal.SIGTERM: stop_or_hurry,
+        signal.SIGINT: stop_or_hurry,
+        signal.SIGHUP: again.set,
+    }
+    with heeded(handlers):
         try:
             await router.start()
         except (OSError, DriverError, BadKeys, ParserMissing) as error:
@@ -116,21 +121,6 @@ def _say_where(router: Router) -> None:
         admin="off" if admin is None else f"http://{admin}",
         pools=[pool.name for pool in router.settings.pools],
     )
-
-
-@contextlib.contextmanager
-def _signals(stop: Callable[[], None], again: Callable[[], None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: again}
-    # Not by way of the loop: to take its handlers away is to have the default ones for a moment.
-    for number, handler in handlers.items():
-        signal.signal(number, lambda *_, handler=handler: loop.call_soon_threadsafe(handler))
-    try:
-        yield
-    finally:
-        for number in handlers:
-            # The process ends by itself now: one more must not turn that into an abort.
-            signal.signal(number, signal.SIG_IGN)
 
 
 async def _reload_when_asked(router: Router, asked: asyncio.Event) -> None:

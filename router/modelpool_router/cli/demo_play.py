@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ import typer
 
 from .. import testing
 from ..app import Router
+from ..app.signals import heeded
 from ..settings import Address, Settings, bind_error, from_mapping
 from ..telemetry import configure_logs
 from .words import event_line, seconds_text
@@ -167,7 +168,7 @@ async def play(*, once: bool, speed: float) -> bool:
 
 async def _run(router: Router, *, once: bool, speed: float) -> bool:
     stop = asyncio.Event()
-    with _signals(stop.set):
+    with heeded({signal.SIGINT: stop.set, signal.SIGTERM: stop.set}):
         await router.start()
         try:
             return await _session(router, stop, once=once, speed=speed)
@@ -232,22 +233,6 @@ async def _following(
         for task in (follower, heard):
             task.cancel()
         await asyncio.gather(follower, heard, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let SIGINT and SIGTERM call *stop* instead of ending the process in the middle."""
-    loop = asyncio.get_running_loop()
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    # Not by way of the loop: to take its handlers away is to have the default ones for a moment.
-    for kind in kinds:
-        signal.signal(kind, lambda *_: loop.call_soon_threadsafe(stop))
-    try:
-        yield
-    finally:
-        for kind in kinds:
-            # The process ends by itself now: one more must not turn that into an abort.
-            signal.signal(kind, signal.SIG_IGN)
 
 
 async def _exchange(
