@@ -244,7 +244,8 @@ class ProcessDriver(Lives):
                 await asyncio.sleep(LOOK_S)
 
     async def _watch_on(self, life: Life) -> None:
-        # Alone, its first process is the server, and its exit tells all.
+        # Alone, its first process is the server, and its exit tells nearly all. (A wrapper may be
+        # alone for a moment, too: its server has just died, and what comes next is not there yet.)
         is_alone = len(await self._processes_or_none(life)) == 1
         refusals = 0
         while True:
@@ -252,13 +253,12 @@ class ProcessDriver(Lives):
             if life.is_detached:
                 await asyncio.sleep(look)
             else:
-                await life.child.wait(_TRIM_S if is_alone else look)
+                await life.child.wait(_TRIM_S if is_alone and not refusals else look)
             with suppress(OSError):  # a full disk is not the member's end
                 life.log.trim()
             ended = life.child.ended.done()
-            if ended or not is_alone:
-                refuses = await port_refuses(life.spec.host, life.port)
-                refusals = refusals + 1 if refuses else 0
+            refuses = await port_refuses(life.spec.host, life.port)
+            refusals = refusals + 1 if refuses else 0
             if ended and not life.is_detached:
                 clean = life.child.ended.result() == 0 and not refusals
                 life.is_detached = clean and await self._carries_on(life)

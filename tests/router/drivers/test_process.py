@@ -24,6 +24,7 @@ from modelpool_router.core.events import Idleness
 from modelpool_router.core.spec import MemberName, PoolName
 from modelpool_router.drivers import probe, process
 from modelpool_router.drivers.base import ActivationFailed, DriverUnavailable, Endpoint
+from modelpool_router.drivers.life import Life
 from modelpool_router.drivers.process import (
     Limits,
     ProcessDriver,
@@ -669,6 +670,25 @@ async def test_wrappers_fool_nobody(bench: Bench, script: str, victim: str) -> N
     assert not is_alive(bench.pid("alpha"))
     assert len(bench.losses) == (victim == "server")
     bench.assert_never_two()
+
+
+async def test_a_server_that_died_before_it_was_counted_is_a_loss(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its wrapper is alone for a moment, and so looks like a server."""
+
+    async def counted(self: ProcessDriver, life: Life) -> list[Proc]:
+        return [Proc(pid=1, parent=0, group=1, session=1, started=1, state="S")]
+
+    monkeypatch.setattr(ProcessDriver, "_processes_or_none", counted)
+    monkeypatch.setattr(process, "_TRIM_S", 0.1)
+    bench.add(ALPHA, command=bench.shell("alpha", "SERVER; sleep 1000"))
+    await bench.driver.activate(ALPHA)
+
+    os.kill(bench.pid("alpha"), signal.SIGKILL)
+
+    await until(lambda: bool(bench.losses), "the loss is noticed", within_s=15.0)
+    assert bench.losses[0][1] == "port_closed"
 
 
 async def test_a_wrapper_that_leaves_later_leaves_its_server_up(bench: Bench) -> None:
