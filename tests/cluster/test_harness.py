@@ -298,9 +298,9 @@ def test_init_containers_environment_and_volumes_reach_the_process(
 ) -> None:
     settings = {"kind": "ConfigMap", "apiVersion": "v1", "data": {"greeting": "hello"}}
     settings["metadata"] = {"name": "settings", "namespace": namespace}
-    show = "cat /scratch/made /etc/settings/greeting; echo; echo $WHO $(cat $TOKEN | wc -c)"
+    show = "cat /spare/made /etc/settings/greeting; echo; echo $WHO $(cat $TOKEN | wc -c)"
     mounts = [
-        {"name": "scratch", "mountPath": "/scratch"},
+        {"name": "spare", "mountPath": "/spare"},
         {"name": "settings", "mountPath": "/etc/settings"},
     ]
     token = "/var/run/secrets/kubernetes.io/serviceaccount/token"
@@ -314,10 +314,10 @@ def test_init_containers_environment_and_volumes_reach_the_process(
         {"name": "TOKEN", "value": token},
     ]
     volumes = [
-        {"name": "scratch", "emptyDir": {}},
+        {"name": "spare", "emptyDir": {}},
         {"name": "settings", "configMap": {"name": "settings"}},
     ]
-    init = {**container("sh", "-c", "echo made > /scratch/made", volumeMounts=mounts), "name": "init"}
+    init = {**container("sh", "-c", "echo made > /spare/made", volumeMounts=mounts), "name": "init"}
     main = container("sh", "-c", show, env=env, volumeMounts=mounts)
     own.kubectl.apply(settings, pod(namespace, "p", main, initContainers=[init], volumes=volumes))
 
