@@ -215,8 +215,10 @@ class Moving(Standing):
             expected = life is not None and life.is_scaled and not life.is_stopping
             if asked == int(expected) or not self._keeper.is_held:
                 continue
-            _log.warning("somebody else has scaled %s to %s", member, asked)
-            if notice.before is not None:
+            if notice.before is None:
+                _log.warning("%s came into view asking for %s replicas", member, asked)
+            else:
+                _log.warning("somebody else has scaled %s to %s", member, asked)
                 changes = self._changes.get(name, ForeignChanges())
                 self._changes[name] = changes.another(self._loop.time())
             self._judge()

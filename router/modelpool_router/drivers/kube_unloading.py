@@ -20,6 +20,7 @@ from .kube_members import KubeMember
 from .kube_record import emptied_record
 
 _log = logging.getLogger(__name__)
+_OCCUPIED = (Phase.RESIDENT, Phase.DRAINING)
 
 
 class Unloading(Loading):
@@ -43,6 +44,8 @@ class Unloading(Loading):
         is_asked = False
 
         def announce(record: SlotRecord) -> SlotRecord:
+            if life is None and record.phase in _OCCUPIED and record.owner != member:
+                return record  # a stray beside the resident: the slot goes on being its
             target = self._wanted_after(member)
             return replace(record, owner=str(member), target=target, phase=Phase.UNLOADING)
 
@@ -173,10 +176,13 @@ class Unloading(Loading):
                     life = self._lives.get(member.name)
                     if life is not None:
                         return  # it is wanted meanwhile
-                    with suppress(DriverUnavailable):
-                        await self._take_down(member.name)
-                        _log.info("%s was scaled down again", member)
-                        return
+                    # Whether the pool is in order is known once all members were looked at.
+                    self._judge_members()
+                    if self._has_seen_members():
+                        with suppress(DriverUnavailable):
+                            await self._take_down(member.name)
+                            _log.info("%s was scaled down again", member)
+                            return
                 await asyncio.sleep(self._limits.resync_s)
         finally:
             self._correcting.discard(member.name)

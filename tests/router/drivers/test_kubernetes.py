@@ -20,7 +20,7 @@ from memcontrollers import OUT_OF_SERVICE, deployment, node, pod_spec
 from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
 from modelpool_kube import errors
 from modelpool_kube.kinds import AUTOSCALERS, DEPLOYMENTS, LEASES, NODES, PODS, Json, annotation
-from modelpool_kube.record import Phase
+from modelpool_kube.record import Phase, decode
 from modelpool_router.core.events import Idleness
 from modelpool_router.core.spec import MemberName
 from modelpool_router.drivers.base import (
@@ -95,6 +95,13 @@ async def until(what: Callable[[], object], limit_s: float = 300.0) -> None:
     async with asyncio.timeout(limit_s):
         while not what():
             await asyncio.sleep(0.1)
+
+
+def owners_told(trail: Trail) -> set[str | None]:
+    """Return every owner of the slot that a record named since *trail* began."""
+    leases = [write.after for write in trail.new("router-1") if write.kind == LEASES]
+    records = [decode(annotation(each, RECORD_ANNOTATION)) for each in leases if each]
+    return {each.owner for each in records if each}
 
 
 # The record and the fence
@@ -688,6 +695,7 @@ async def test_a_member_that_is_added_while_it_is_up_is_taken_down_when_idle(ben
     bench.world.scale("beta", 1)
     await until(lambda: bench.world.up() == {"alpha", "beta"})
 
+    trail = Trail(bench.world.cluster)
     driver.update(both, default=None)
     await asyncio.sleep(60)
     assert bench.world.replicas("beta") == 1
@@ -696,11 +704,35 @@ async def test_a_member_that_is_added_while_it_is_up_is_taken_down_when_idle(ben
     await until(lambda: bench.world.up() == {"alpha"})
     assert await driver.observe() == {ALPHA: endpoint}
     assert driver.standing.withheld == ""
+    assert owners_told(trail) == {"alpha"}
+
+
+async def test_a_member_that_cannot_be_one_is_not_touched_when_it_comes_into_view(
+    bench: Bench,
+) -> None:
+    driver = bench.driver()
+    both = bench.world.specs()
+    driver.update({ALPHA: both[ALPHA]}, default=None)
+    await driver.observe()
+    endpoint = await driver.activate(ALPHA)
+    rolling = {"spec": {"strategy": {"type": "RollingUpdate"}, "replicas": 1}}
+    bench.world.cluster.edit(DEPLOYMENTS, NAMESPACE, "beta", rolling)
+    epoch = bench.world.record().epoch
+
+    driver.update(both, default=None)
+    await until(lambda: "UnsafeMember" in driver.standing.withheld)
+    await asyncio.sleep(60)
+
+    record = bench.world.record()
+    assert (record.owner, record.phase, record.epoch) == ("alpha", Phase.RESIDENT, epoch)
+    assert bench.world.replicas("beta") == 1
+    assert await driver.observe() == {ALPHA: endpoint}
 
 
 async def test_a_member_that_is_made_anew_with_replicas_is_taken_down(bench: Bench) -> None:
     driver = await bench.started()
     endpoint = await driver.activate(ALPHA)
+    trail = Trail(bench.world.cluster)
     for _ in range(3):  # no contest: nobody scales what is there
         bench.world.cluster.remove(DEPLOYMENTS, NAMESPACE, "beta")
         await until(lambda: "MissingMembers" in driver.standing.withheld)
@@ -711,6 +743,7 @@ async def test_a_member_that_is_made_anew_with_replicas_is_taken_down(bench: Ben
         assert driver.standing.withheld == ""
 
     assert await driver.observe() == {ALPHA: endpoint}
+    assert owners_told(trail) == {"alpha"}
 
 
 async def test_who_keeps_scaling_a_member_stops_the_pool(bench: Bench) -> None:
