@@ -149,7 +149,8 @@ async def run_command(
         try:
             in_time = await child.wait(timeout_s)
         except asyncio.CancelledError:
-            child.kill_group()  # it goes on being watched until it is reaped
+            child.kill_group()
+            await child.wait(1.0)  # so that it is reaped, though the loop may end after this
             raise
         if not in_time:
             child.kill_group()

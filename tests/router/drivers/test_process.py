@@ -24,7 +24,7 @@ from modelpool_router.core.events import Idleness
 from modelpool_router.core.spec import MemberName, PoolName
 from modelpool_router.drivers import probe, process
 from modelpool_router.drivers.base import ActivationFailed, DriverUnavailable, Endpoint
-from modelpool_router.drivers.life import Life
+from modelpool_router.drivers.child import run_command
 from modelpool_router.drivers.process import (
     Limits,
     ProcessDriver,
@@ -584,6 +584,23 @@ async def test_two_loads_that_wait_for_memory_together_do_not_both_start(bench: 
     assert len(bench.log.events("start")) == 1
 
 
+async def test_a_command_that_is_given_up_is_reaped_before_that_is_told(
+    tmp_path: Path,
+) -> None:
+    """The loop may end right after, and nobody would wait for it then."""
+    told = tmp_path / "pid"
+    script = f"echo $$ > {told}.new; mv {told}.new {told}; exec sleep 1000"
+    async with asyncio.TaskGroup() as group:
+        command = group.create_task(
+            run_command(("sh", "-c", script), env=dict(os.environ), cwd=None, timeout_s=60.0)
+        )
+        await until(told.exists, "it runs")
+        command.cancel()
+
+    with pytest.raises(ChildProcessError):
+        os.waitpid(int(told.read_text()), os.WNOHANG)
+
+
 async def test_swaps_leak_no_descriptors(bench: Bench) -> None:
     bench.add(ALPHA)
 
@@ -672,16 +689,8 @@ async def test_wrappers_fool_nobody(bench: Bench, script: str, victim: str) -> N
     bench.assert_never_two()
 
 
-async def test_a_server_that_died_before_it_was_counted_is_a_loss(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its wrapper is alone for a moment, and so looks like a server."""
-
-    async def counted(self: ProcessDriver, life: Life) -> list[Proc]:
-        return [Proc(pid=1, parent=0, group=1, session=1, started=1, state="S")]
-
-    monkeypatch.setattr(ProcessDriver, "_processes_or_none", counted)
-    monkeypatch.setattr(process, "_TRIM_S", 0.1)
+async def test_a_server_that_dies_at_once_behind_its_wrapper_is_a_loss(bench: Bench) -> None:
+    """Its wrapper is alone then, and so looks like a server."""
     bench.add(ALPHA, command=bench.shell("alpha", "SERVER; sleep 1000"))
     await bench.driver.activate(ALPHA)
 
@@ -1108,7 +1117,6 @@ async def test_a_log_that_grows_too_large_is_cut_while_the_member_writes_on(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("modelpool_router.drivers.logfile._MOST", 64 * 1024)
-    monkeypatch.setattr("modelpool_router.drivers.process._TRIM_S", 0.02)
     path = bench.folder / "own.log"
     talker = "(while :; do echo 0123456789012345678901234567890123456789; done) & exec SERVER"
     bench.add(ALPHA, command=bench.shell("alpha", talker), log_file=path)
