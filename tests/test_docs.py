@@ -11,10 +11,8 @@ import pytest
 import typer.main
 import yaml
 
+import memroles
 from crdcheck import Admission
-from modelpool_api.v1alpha1.modelpool import ModelPool
-from modelpool_api.v1alpha1.modelrouter import ModelRouter
-from modelpool_operator.plan.modelrouter import rules
 from modelpool_router.cli.main import app
 from modelpool_router.core.paths import find_path
 from modelpool_router.web.errors import STATUS
@@ -114,20 +112,11 @@ def test_the_overlay_of_the_installation_fits_the_base() -> None:
 def test_the_page_of_the_installation_names_every_right() -> None:
     text = (ROOT / "docs" / "install-kubernetes.md").read_text("utf-8")
     of_operator, _, of_router = text.partition("Each router, Role named like")
-    role = next(
-        each
-        for each in yaml.safe_load_all(
-            (ROOT / "manifests" / "operator" / "roles.yaml").read_text("utf-8")
-        )
-        if each["kind"] == "ClusterRole"
-    )
     refs = ("deploymentRef", "statefulSetRef", "inferenceServiceRef", "modelDeploymentRef")
-    members = [{ref: {"name": ref.lower()}} for ref in refs]
-    pool = ModelPool.model_validate({"metadata": {"name": "gpu0"}, "spec": {"members": members}})
-    router = ModelRouter.model_validate({"spec": {"pools": [{"name": "gpu0"}]}})
+    router = memroles.of_router("lab", "gpu0", [{ref: {"name": ref.lower()}} for ref in refs])
 
-    for granted, told in ((role["rules"], of_operator), (rules(router, [pool]), of_router)):
-        rights = {each.partition("/")[0] for rule in granted for each in rule["resources"]}
+    for granted, told in ((memroles.of_operator(), of_operator), (router, of_router)):
+        rights = {resource.partition("/")[0] for _, resource in granted.pairs()}
         rows = re.findall(r"^\| (.+?) \|", told.split("| resources |")[1], re.M)
         named = {word for row in rows for word in re.findall("`([a-z]+)`", row)}
         assert named == rights
