@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from ..core.spec import MemberName, PoolName
@@ -28,7 +27,7 @@ _PROBE_S = 2.0
 _REFUSED_AFTER_S = 30.0
 """A readiness path that is wrong stays wrong; but some servers answer 404 while they start."""
 LOOK_S = 1.0
-"""Between two looks at port and processes where the exit of a child does not tell."""
+"""Between two looks at port and processes: the exit of a child does not tell all."""
 _LIMITS = Limits()
 
 
@@ -152,11 +151,6 @@ class Lives:
 
     async def _processes(self, life: Life) -> list[Proc]:
         return await takedown.find(self._table, self._slot(life.spec.name), life.sessions)
-
-    async def _processes_or_none(self, life: Life) -> list[Proc]:
-        with suppress(DriverUnavailable):
-            return await self._processes(life)
-        return []
 
     async def _is_up(self, life: Life) -> bool:
         if life.is_over:

@@ -7,9 +7,8 @@ they are asked, is in ``lives``.
 
 A life ends for the scheduler when its first process ends, with one exception: a wrapper that
 exits with code 0 while what it started lives on (a process of the slot, or a container that
-goneCommand knows of) and keeps its port open. Then the life ends when that has gone. Where several
-processes make up a member the port is looked at too: a wrapper that outlives its server fools
-nobody.
+goneCommand knows of) and keeps its port open. Then the life ends when that has gone. The port is
+looked at too: a wrapper that outlives its server fools nobody.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ _POLL_FIRST_S = 0.01
 _POLL_LAST_S = 0.05
 _LOOK_AGAIN_S = 0.1
 """After a look that found the port closed, before that is believed."""
-_TRIM_S = 10.0
-"""Between two looks at the size of a log file."""
 
 
 class ProcessDriver(Lives):
@@ -244,16 +241,13 @@ class ProcessDriver(Lives):
                 await asyncio.sleep(LOOK_S)
 
     async def _watch_on(self, life: Life) -> None:
-        # Alone, its first process is the server, and its exit tells nearly all. (A wrapper may be
-        # alone for a moment, too: its server has just died, and what comes next is not there yet.)
-        is_alone = len(await self._processes_or_none(life)) == 1
         refusals = 0
         while True:
             look = _LOOK_AGAIN_S if refusals else LOOK_S
             if life.is_detached:
                 await asyncio.sleep(look)
             else:
-                await life.child.wait(_TRIM_S if is_alone and not refusals else look)
+                await life.child.wait(look)
             with suppress(OSError):  # a full disk is not the member's end
                 life.log.trim()
             ended = life.child.ended.done()
