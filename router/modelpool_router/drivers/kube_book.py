@@ -82,8 +82,9 @@ class SlotBook:
         self._loop = asyncio.get_running_loop()
         self._members: dict[MemberName, KubeMember] = dict(members)
         self._leaving: dict[MemberName, KubeMember] = {}
-        self._dismissing: set[MemberName] = set()
         """Removed from the configuration and not proven gone yet."""
+        self._dismissing: set[MemberName] = set()
+        """Those of them that are being let go of."""
         self._default = default
         self._keeper = LeaseKeeper(
             port,
