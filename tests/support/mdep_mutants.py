@@ -572,7 +572,7 @@ MUTANTS = (
         "R23",
         "healthy replicas go only while all are admitted",
         ROLLOUT,
-        "elif each.is_outdated and all_admitted:",
+        "elif each.is_outdated and may_trade:",
         "elif each.is_outdated:",
     ),
     Mutant(

@@ -224,6 +224,11 @@ def _drop_ended(plan: RolePlan) -> None:
         ]
 
 
+def all_admitted(replicas: Sequence[Standing], count: int) -> bool:
+    """Whether Kueue has every replica that is asked for; else no healthy one is given up."""
+    return sum(each.is_admitted for each in replicas if each.ordinal < count) == count
+
+
 def select(
     replicas: Sequence[Standing], count: int, workloads: Sequence[Workload]
 ) -> tuple[Standing, Cause] | None:
@@ -234,7 +239,7 @@ def select(
     the role is admitted; within a class the highest ordinal, the end that a smaller count sheds.
     """
     asked = [each for each in replicas if each.ordinal < count]
-    all_admitted = sum(each.is_admitted for each in asked) == count
+    may_trade = all_admitted(replicas, count)
     ranked = []
     for each in asked:
         rank = None
@@ -242,7 +247,7 @@ def select(
             rank = _Rank.BROKEN
         elif each.is_outdated and is_initially_queued(each.place.members, workloads):
             rank = _Rank.QUEUED
-        elif each.is_outdated and all_admitted:
+        elif each.is_outdated and may_trade:
             rank = _Rank.OUTDATED
         if rank is not None:
             ranked.append((rank, each.ordinal, each))

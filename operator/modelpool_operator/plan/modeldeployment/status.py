@@ -24,7 +24,7 @@ from modelpool_api.v1alpha1.modeldeployment import (
 
 from . import kueue
 from .command import serving_port
-from .rollout import RolePlan, Standing
+from .rollout import RolePlan, Standing, all_admitted
 from .shape import Verdict
 from .sight import CommandMode, Workload, condition_status
 
@@ -221,11 +221,10 @@ def _up_to_date(
 
 def _is_held(plan: RolePlan) -> bool:
     """Whether healthy replicas would be replaced and have to wait for others to be admitted."""
-    asked = [each for each in plan.replicas if each.ordinal < plan.count]
     return (
         plan.slot is None
-        and any(each.is_outdated for each in asked)
-        and sum(each.is_admitted for each in asked) < plan.count
+        and any(each.is_outdated for each in plan.replicas if each.ordinal < plan.count)
+        and not all_admitted(plan.replicas, plan.count)
     )
 
 
