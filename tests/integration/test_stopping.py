@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -105,6 +106,26 @@ def own_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+async def test_a_stop_waits_for_what_never_had_to_wait(tmp_path: Path) -> None:
+    """Requests that got the resident at once, and nothing else that would keep the router up."""
+
+    def post(**fields: object) -> bytes:
+        body = json.dumps({"model": "alpha", "messages": [], **fields}).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: "
+        return f"{head}{len(body)}\r\n\r\n".encode() + body
+
+    async with served(tmp_path, pool(member("alpha")), shutdownTimeout="15s") as router:
+        await router.answered("alpha")
+        async with router.raw() as whole, router.raw() as stream:
+            await whole.send(post(x_delay_ms=500))
+            await stream.send(post(stream=True, x_chunks=30, x_gap_ms=25))
+            await router.wait_for(lambda v: v["in_flight"] == 2, "both at work")
+            router.signal(signal.SIGTERM)
+            assert (await whole.answer()).status == 200
+            assert b"[DONE]" in (await stream.answer()).body
+        assert await router.ended() == 0
 
 
 async def test_what_outlasts_the_limit_is_told_so(tmp_path: Path) -> None:

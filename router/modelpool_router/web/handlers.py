@@ -76,7 +76,6 @@ class DataPort:
         self.active = 0
         """Requests under way, the small answers not counted."""
         self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def is_idle(self) -> bool:
@@ -85,7 +84,9 @@ class DataPort:
 
     async def until_idle(self) -> None:
         """Return when no request is under way."""
-        await self._idle.wait()
+        while self.active:  # (the event tells of the past: nobody clears it for a new request)
+            self._idle.clear()
+            await self._idle.wait()
 
     async def __call__(self, request: Request) -> web.StreamResponse:
         """Answer one request."""
@@ -142,7 +143,6 @@ class DataPort:
     ) -> web.StreamResponse:
         """Do the *work*, answer its errors, and account for the request exactly once."""
         self.active += 1
-        self._idle.clear()
         try:
             return await work
         except DispatchFailed as error:
