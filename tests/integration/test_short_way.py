@@ -322,6 +322,28 @@ async def test_a_member_that_is_gone_before_anybody_knows_is_looked_at_while_its
         assert len(taken) == 1
 
 
+async def test_a_stream_that_cannot_be_one_is_none_after_a_change_either(
+    tmp_path: Path, taken: list[ShortExchange]
+) -> None:
+    """Begun before `holdKeepalive` was configured, held after it."""
+    configured = asyncio.Event()
+
+    async def loading(life: Life, link: Link, request: SeenRequest) -> bool:
+        await configured.wait()
+        await link.send(answer(b"Loading model", status=b"503 Service Unavailable"))
+        return True
+
+    async with ready(tmp_path, *(5 * [loading])) as (router, engine, client):
+        raw = post(stream=True).replace(b"/v1/chat/completions", b"/v1/embeddings")
+        await client.send(raw)
+        await settled(router, lambda: len(engine.seen) == 2, "the request at its member")
+        router.config |= {"holdKeepalive": "comment", "holdKeepaliveAfter": "10ms"}
+        assert await router.reload()
+        configured.set()
+        assert (await client.answer()).json() == {"n": 7}
+        assert len(taken) == 1
+
+
 @pytest.mark.parametrize("status", [b"503 Service Unavailable", b"400 Bad Request"])
 async def test_errors_of_the_member_pass(
     tmp_path: Path, taken: list[ShortExchange], status: bytes

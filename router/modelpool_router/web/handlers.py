@@ -114,18 +114,7 @@ class DataPort:
         """Answer a request that the short way began (`short.General`)."""
         record = RequestRecord(request, begun.arrived_at)
         record.key_id, record.model = caller.key_id, name
-        job = Job(
-            request,
-            record,
-            self.surface,
-            route,
-            caller,
-            body,
-            path_qs=rule.upstream,
-            dialect=rule.dialect,
-            stream=stream,
-            name=name,
-        )
+        job = _job(request, record, self.surface, rule, route, caller, body, name, stream=stream)
         with body:
             return await self._accounted(request, record, self._dispatcher.serve(job, begun))
 
@@ -217,17 +206,16 @@ class DataPort:
             if served is not None and wanted.facts.model is not None:
                 _rename(request, body, served)
             return await self._dispatcher.serve(
-                Job(
+                _job(
                     request,
                     record,
                     surface,
+                    rule,
                     wanted.route,
                     caller,
                     body,
-                    path_qs=rule.upstream,
-                    dialect=rule.dialect,
-                    stream=wanted.facts.stream and rule.may_stream,
-                    name=wanted.name,
+                    wanted.name,
+                    stream=wanted.facts.stream,
                 )
             )
 
@@ -310,6 +298,33 @@ class DataPort:
                     name=name,
                 )
             )
+
+
+def _job(
+    request: Request,
+    record: RequestRecord,
+    surface: Surface,
+    rule: PathRule,
+    route: Route,
+    caller: Caller,
+    body: Body,
+    name: str,
+    *,
+    stream: bool,
+) -> Job:
+    """Return what is to be done for a body on the path of *rule*, whoever read it."""
+    return Job(
+        request,
+        record,
+        surface,
+        route,
+        caller,
+        body,
+        path_qs=rule.upstream,
+        dialect=rule.dialect,
+        stream=stream and rule.may_stream,
+        name=name,
+    )
 
 
 def _is_multipart(request: Request) -> bool:
