@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,29 @@ async def test_what_needs_a_restart_is_said(tmp_path: Path) -> None:
         assert router.url == before
         answers = await all_of(router.chat("alpha"), router.chat("alpha"))
         assert [answer.status for answer in answers] == [200, 200]
+
+
+async def test_model_pools_that_change_during_a_reload_bring_no_old_settings_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def reach_slowly(self: Router, settings: Settings) -> None:
+        reached.set()
+        await may_go_on.wait()
+
+    async with served_here(tmp_path, pool(member("alpha"))) as router:
+        monkeypatch.setattr(Router, "_reach_cluster", reach_slowly)
+        router.config["connectTimeout"] = "7s"
+        reload = router.begin(router.reload())
+        await reached.wait()
+        followed = router.begin(router.router._follow_model_pools())
+        await asyncio.sleep(0)
+        may_go_on.set()
+
+        assert await reload
+        await followed
+        assert router.router.settings.connect_timeout_s == 7
 
 
 async def test_every_setting_that_may_change_does(tmp_path: Path) -> None:

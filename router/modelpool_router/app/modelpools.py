@@ -140,7 +140,8 @@ class ModelPools:
         self, port: ClusterPort, chosen: PoolsFrom, changed: Callable[[], Awaitable[None]]
     ) -> None:
         self.pools: dict[str, Pool] = {}
-        self._in_force: dict[str, Pool] = {}
+        self._in_force: dict[str, Pool] | None = {}
+        """What was taken over last; None = nobody knows."""
         self._port = port
         self._chosen = chosen
         self._changed = changed
@@ -152,13 +153,18 @@ class ModelPools:
         """Begin to follow; return when there was a first look, or after a while without one."""
         await self._look()
         self._in_force = self.pools
-        self._following = self._own(self._follow(), "follow ModelPools")
+        _ = self._own(self._follow(), "follow ModelPools")
 
     async def choose(self, chosen: PoolsFrom) -> None:
-        """Follow those that *chosen* names, in the same namespace, from now on."""
+        """
+        Follow those that *chosen* names, in the same namespace, from now on.
+
+        The caller puts `pools` in force then.
+        """
         if chosen != self._chosen:
             self._chosen = chosen
             await self._look()
+            self._in_force = self.pools
 
     async def close(self) -> None:
         """Follow no more. Idempotent."""
@@ -246,12 +252,12 @@ class ModelPools:
             await asyncio.sleep(SETTLE_S)
             self._dirty.clear()
             await self._look()
-            wanted = self.pools
-            if wanted == self._in_force:
+            if self.pools == self._in_force:
                 continue
+            self._in_force = None
             try:
                 await self._changed()
-                self._in_force = wanted
+                self._in_force = self.pools
             except (BadKeys, ConfigError, DriverError, KubeError, OSError, ValueError) as error:
                 log.error("ModelPools are not in force", reason=str(error))
                 await asyncio.sleep(AGAIN_S)

@@ -288,7 +288,8 @@ class Router:
         return beside(settings, self._model_pools.pools)
 
     async def _follow_model_pools(self) -> None:
-        await self.reload(self._own_settings)
+        async with self._reloading:  # and only then is it known which settings those are
+            await self._reload(self._own_settings)
         log.info("ModelPools in force", pools=[pool.name for pool in self.settings.pools])
 
     async def _close_admin(self) -> None:

@@ -167,6 +167,44 @@ async def test_others_can_be_chosen_while_they_are_followed() -> None:
     await pools.close()
 
 
+async def test_one_that_is_chosen_again_and_seen_late_is_put_in_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(modelpools, "FIRST_LOOK_S", 0.05)
+    cluster = MemCluster(clock=asyncio.get_running_loop().time)
+    for name in ("gpu0", "gpu1"):
+        cluster.put(MODEL_POOLS, "lab", model_pool(name))
+    port = cluster.port("router")
+    is_allowed = asyncio.Event()
+    is_allowed.set()
+    at_once = port.list
+
+    async def listed(kind: Kind, namespace: str | None, **more: Any) -> Listing:
+        await is_allowed.wait()
+        return await at_once(kind, namespace, **more)
+
+    port.list = listed  # type: ignore[method-assign]
+    changes = asyncio.Queue[set[str]]()
+
+    async def changed() -> None:
+        changes.put_nowait(set(pools.pools))
+
+    both = PoolsFrom(namespace="lab", names=("gpu0", "gpu1"))
+    pools = ModelPools(port, both, changed)
+    await pools.start()
+    await pools.choose(PoolsFrom(namespace="lab", names=("gpu0",)))
+    is_allowed.clear()
+    await pools.choose(both)
+    assert set(pools.pools) == {"gpu0"}
+
+    is_allowed.set()
+
+    async with asyncio.timeout(10):
+        while await changes.get() != {"gpu0", "gpu1"}:
+            pass
+    await pools.close()
+
+
 async def test_named_ones_are_watched_by_name_and_so_are_their_services() -> None:
     """A Role of a router names them, and the server allows no wider look."""
     cluster = MemCluster(clock=asyncio.get_running_loop().time)
