@@ -51,12 +51,6 @@ class LeaseMemory:
             return None
         return self._since(runs_out, now)
 
-    def runs_out_in(self, obj: Json | None, now: float) -> float | None:
-        """Return after how many seconds a Lease of somebody else runs out, if not renewed."""
-        if obj is None or self._uid is None:
-            return None
-        return max(0.0, self._changed_at + view(obj).duration_s - now)
-
     def _since(self, at: float, now: float) -> float:
         if self._free_since is None:
             self._free_since = at
