@@ -34,6 +34,7 @@ from modelpool_kube.kinds import (
 )
 from modelpool_operator.engine.modeldeployment import ModelDeployments
 from modelpool_operator.plan.modeldeployment.actions import Note
+from modelpool_operator.plan.modeldeployment.sight import condition_status
 
 NODE = "md-node"
 SLICE = "nvidia.com/gpumem-percentage"
@@ -256,10 +257,8 @@ class Ground:
 
 
 def condition(obj: Json, kind: str) -> str | None:
-    for each in (obj.get("status") or {}).get("conditions") or []:
-        if each["type"] == kind:
-            return str(each["status"])
-    return None
+    """Return the status of a condition of *obj*, or None."""
+    return condition_status(obj.get("status") or {}, kind)
 
 
 def is_at_rest(deployment: Json) -> bool:
