@@ -11,7 +11,7 @@ import pytest
 
 from kubeworld import NAMESPACE, KubeWorld, Watchman
 from memcluster import MemPort, Write
-from modelpool_kube.kinds import PODS, Json
+from modelpool_kube.kinds import PODS
 from modelpool_kube.record import Phase
 from modelpool_router.core.commands import RefusalCode
 from modelpool_router.core.spec import HoldLedger, MemberName, MemberSpec, PoolName, PoolSpec
@@ -72,14 +72,16 @@ class Router:
 
 
 @asynccontextmanager
-async def routers(*names: str, default: MemberName | None = None) -> AsyncIterator[list[object]]:
-    """Run pools of routers in one world; yields the world, then the routers."""
+async def routers(
+    *names: str, default: MemberName | None = None
+) -> AsyncIterator[tuple[KubeWorld, list[Router]]]:
+    """Run pools of routers in one world."""
     world = KubeWorld(step_s=0.05)
     watchman = Watchman(world)
     made = [Router(world, name, default=default) for name in names]
     for each in made:
         await each.pool.start()
-    yield [world, *made]
+    yield world, made
     for each in made:
         each.port.paused = None
         await each.pool.stop(stop_members=True)
@@ -95,9 +97,7 @@ async def until(what: Callable[[], object], limit_s: float = 120.0) -> None:
 
 
 async def test_the_record_says_what_is_going_on() -> None:
-    async with routers("router-1") as made:
-        world, router = made
-        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+    async with routers("router-1") as (world, (router,)):
         assert await router.use(ALPHA) == "ok"
         loop = asyncio.get_running_loop()
         using = loop.create_task(router.use(ALPHA, 200.0))
@@ -129,18 +129,14 @@ async def test_the_record_says_what_is_going_on() -> None:
 
 
 async def test_who_comes_while_the_lease_is_not_ours_yet_is_held() -> None:
-    async with routers("router-1") as made:
-        world, router = made
-        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+    async with routers("router-1") as (world, (router,)):
         assert router.pool.view().state is SlotState.STARTING
 
         assert await router.use(ALPHA) == "ok"
 
 
 async def test_the_default_is_warmed_and_the_next_router_finds_it() -> None:
-    async with routers("router-1", default=BETA) as made:
-        world, router = made
-        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+    async with routers("router-1", default=BETA) as (world, (router,)):
         await until(lambda: router.pool.view().resident == BETA)
 
         again = Router(world, "router-1", default=ALPHA)
@@ -155,10 +151,7 @@ async def test_the_default_is_warmed_and_the_next_router_finds_it() -> None:
 
 
 async def test_a_standby_refuses_and_takes_over_with_the_resident_up() -> None:
-    async with routers("router-1", "router-2") as made:
-        world, first, second = made
-        assert isinstance(world, KubeWorld)
-        assert isinstance(first, Router) and isinstance(second, Router)
+    async with routers("router-1", "router-2") as (world, (first, second)):
         assert await first.use(ALPHA) == "ok"
         await until(lambda: second.pool.view().withheld == "the slot is held by router-1")
         assert await second.use(ALPHA) == RefusalCode.SLOT_UNAVAILABLE
@@ -172,10 +165,7 @@ async def test_a_standby_refuses_and_takes_over_with_the_resident_up() -> None:
 
 
 async def test_a_router_that_was_cut_off_serves_until_it_sees_its_successor() -> None:
-    async with routers("router-1", "router-2") as made:
-        world, first, second = made
-        assert isinstance(world, KubeWorld)
-        assert isinstance(first, Router) and isinstance(second, Router)
+    async with routers("router-1", "router-2") as (world, (first, second)):
         assert await first.use(ALPHA) == "ok"
         first.port.paused = asyncio.Event()
         await until(lambda: second.pool.view().resident == ALPHA)
@@ -196,9 +186,7 @@ async def test_a_router_that_was_cut_off_serves_until_it_sees_its_successor() ->
 
 
 async def test_while_the_api_server_is_away_every_request_of_the_resident_is_served() -> None:
-    async with routers("router-1") as made:
-        world, router = made
-        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+    async with routers("router-1") as (world, (router,)):
         assert await router.use(ALPHA) == "ok"
         world.cluster.down = True
         world.cluster.break_watches()
@@ -218,9 +206,7 @@ async def test_while_the_api_server_is_away_every_request_of_the_resident_is_ser
 
 
 async def test_a_short_outage_interrupts_no_hold() -> None:
-    async with routers("router-1") as made:
-        world, router = made
-        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+    async with routers("router-1") as (world, (router,)):
         assert await router.use(ALPHA) == "ok"
         world.cluster.down = True
         world.cluster.break_watches()
@@ -233,9 +219,7 @@ async def test_a_short_outage_interrupts_no_hold() -> None:
 
 
 async def test_no_warm_request_awaits_the_api_server() -> None:
-    async with routers("router-1") as made:
-        world, router = made
-        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+    async with routers("router-1") as (world, (router,)):
         assert await router.use(ALPHA) == "ok"
         loop = asyncio.get_running_loop()
         # From now on it takes in every request and answers none.
@@ -250,9 +234,7 @@ async def test_no_warm_request_awaits_the_api_server() -> None:
 
 
 async def test_a_default_that_cannot_start_keeps_nobody_from_the_slot() -> None:
-    async with routers("router-1", default=ALPHA) as made:
-        world, router = made
-        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+    async with routers("router-1", default=ALPHA) as (world, (router,)):
         world.failing.add("alpha")
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -267,9 +249,7 @@ async def test_a_default_that_cannot_start_keeps_nobody_from_the_slot() -> None:
 
 
 async def test_a_resident_whose_pod_is_deleted_is_loaded_again_for_the_next_request() -> None:
-    async with routers("router-1") as made:
-        world, router = made
-        assert isinstance(world, KubeWorld) and isinstance(router, Router)
+    async with routers("router-1") as (world, (router,)):
         assert await router.use(ALPHA) == "ok"
         await asyncio.sleep(120)  # sooner, its end would count as a failed load
         first = world.pod("alpha")["metadata"]
@@ -278,10 +258,8 @@ async def test_a_resident_whose_pod_is_deleted_is_loaded_again_for_the_next_requ
         assert await router.use(ALPHA, budget_s=60.0) == "ok"
 
         # It may have been served by the Pod that is going; the next one is not.
-        await until(lambda: not any(p["metadata"]["uid"] == first["uid"] for p in _pods(world)))
+        await until(
+            lambda: not any(p["metadata"]["uid"] == first["uid"] for p in world.pods("alpha"))
+        )
         assert await router.use(ALPHA, budget_s=60.0) == "ok"
         assert world.pod("alpha")["metadata"]["uid"] != first["uid"]
-
-
-def _pods(world: KubeWorld) -> list[Json]:
-    return world.pods("alpha")
