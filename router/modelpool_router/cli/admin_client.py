@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import http.client
 
 DEFAULT_ADMIN = "127.0.0.1:9090"
+SILENCE_S = 45.0
+"""For a stream of events: a quiet router sends a comment every 15 s."""
 _ANSWER_LIMIT = 64 * 1024 * 1024
 
 
@@ -72,10 +74,6 @@ def parse_admin(text: str) -> AdminAddress:
     elif host == "::":
         host = "::1"
     return AdminAddress(host, port, parts.path.rstrip("/"), parts.scheme == "https")
-
-
-SILENCE_S = 45.0
-"""For a stream of events: a quiet router sends a comment every 15 s."""
 
 
 class AdminClient:
