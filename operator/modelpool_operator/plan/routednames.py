@@ -27,7 +27,9 @@ def clashes(router: ModelRouter, pools: Iterable[ModelPool]) -> tuple[str, ...]:
                 f"mean two things by {told}; change spec.upstreams[].name or its models"
             )
         taken |= dict.fromkeys(names, label)
-    for pool in sorted(pools, key=lambda each: each.metadata.name):
+    # One that is going is not served any more, and its names are free.
+    staying = (each for each in pools if not each.metadata.is_going)
+    for pool in sorted(staying, key=lambda each: each.metadata.name):
         names = tuple(
             name for member in pool.spec.members for name in (member.member_name, *member.models)
         )
