@@ -399,6 +399,29 @@ async def test_a_connection_that_breaks_in_an_answer_is_a_failure(
         assert outcomes == ["upstream_error", "upstream_error"]
 
 
+async def test_a_request_on_a_new_connection_is_not_sent_again(
+    tmp_path: Path, taken: list[ShortExchange]
+) -> None:
+    """Only one that had rested may have been closed before anybody read from it."""
+    seen: list[SeenRequest] = []
+
+    async def breaks(life: Life, link: Link, request: SeenRequest) -> bool:
+        seen.append(request)
+        link.reset()
+        return False
+
+    async with scripted(
+        tmp_path, scripted_pool("alpha", default="alpha"), answerer=breaks
+    ) as router:
+        await settled(router, lambda: router.runtime().view().resident == "alpha", "a resident")
+        async with router.raw() as client:
+            await client.send(post())
+            got = await client.answer()
+            assert (got.status, got.json()["error"]["code"]) == (502, "upstream_reset")
+        assert (len(seen), len(taken)) == (1, 1)
+        await nothing_left(router)
+
+
 async def test_an_answer_that_does_not_come(tmp_path: Path, taken: list[ShortExchange]) -> None:
     async def never(life: Life, link: Link, request: SeenRequest) -> bool:
         await link.gone()

@@ -20,5 +20,3 @@ class Begun:
     """The request was sent on it; the head of its answer is there unless there was an error."""
     error: ExchangeError | None
     """What ended the exchange before a byte of an answer went to the client."""
-    worked_on: bool
-    """Whether a byte had come back when it did, or the connection was new: do not send it again."""

@@ -150,7 +150,7 @@ async def _run(
         except UpstreamReset as error:
             # A connection that had rested may have been closed at the very moment of use. Only
             # then is it certain enough that nobody works on the request: send it once more.
-            if connection.answered if begun is None else begun.worked_on:
+            if connection.answered or not connection.reused:
                 raise
             sent = error
     try:

@@ -475,7 +475,6 @@ class ShortExchange(msgspec.Struct, eq=False):
                     self.lease.pool.scope_of(self.lease),
                     self.upstream,
                     error,
-                    self.upstream.answered or not self.upstream.reused,
                 ),
                 name=self.name,
                 stream=self.stream,
