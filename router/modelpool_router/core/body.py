@@ -15,10 +15,12 @@ from .jsontext import Text
 __all__ = [
     "BadBody",
     "BodyFacts",
+    "inspect_closely",
     "inspect_json",
     "inspect_multipart",
     "model_span",
     "multipart_model_span",
+    "plain_facts",
     "replace_model",
 ]
 
@@ -69,6 +71,11 @@ def inspect_json(data: Text, *, model_required: bool = True) -> BodyFacts:
     plain = plain_facts(data) if isinstance(data, bytes) else None
     if plain is not None:
         return BodyFacts(*plain)
+    return inspect_closely(data, model_required=model_required)
+
+
+def inspect_closely(data: Text, *, model_required: bool = True) -> BodyFacts:
+    """Do what `inspect_json` does, for a body that `plain_facts` was asked about in vain."""
     try:
         wanted = jsontext.top_level(data)
     except jsontext.NotJson as error:

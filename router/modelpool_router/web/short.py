@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from ..core.body import BadBody, inspect_json, plain_facts
+from ..core.body import BadBody, inspect_closely, plain_facts
 from ..core.catalog import Route, UnknownModel
 from ..core.commands import BreakReason
 from ..core.headers import (
@@ -170,7 +170,7 @@ class ShortWay:
         wanted = plain_facts(body)
         if wanted is None:
             try:
-                found = inspect_json(body)
+                found = inspect_closely(body)
             except BadBody:
                 return None
             wanted = found.model or "", found.stream
