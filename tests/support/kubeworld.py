@@ -19,6 +19,7 @@ import memroles
 from memcluster import MemCluster, MemPort, Request, Write, copied
 from memcontrollers import Part, World, deployment, is_finished, owner, runs, statefulset
 from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
+from modelpool_api.v1alpha1.modelpool import REFS
 from modelpool_kube.kinds import (
     DEPLOYMENTS,
     INFERENCE_SERVICES,
@@ -59,12 +60,6 @@ QUICK = KubeLimits(
 KINDS: dict[str, Kind] = {
     each.kind: each for each in (DEPLOYMENTS, STATEFULSETS, INFERENCE_SERVICES)
 }
-REFS = {
-    "Deployment": "deploymentRef",
-    "StatefulSet": "statefulSetRef",
-    "InferenceService": "inferenceServiceRef",
-}
-"""How a ModelPool refers to them."""
 
 
 class InferenceServices(Part):

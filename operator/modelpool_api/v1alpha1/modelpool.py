@@ -26,16 +26,22 @@ from ..meta import (
 from ..names import API_VERSION
 from .container import NodeSelector, Profile
 
-_REFS = ("inferenceServiceRef", "modelDeploymentRef", "deploymentRef", "statefulSetRef")
+REFS = {
+    "InferenceService": "inferenceServiceRef",
+    "ModelDeployment": "modelDeploymentRef",
+    "Deployment": "deploymentRef",
+    "StatefulSet": "statefulSetRef",
+}
+"""The field of a pool member that refers to an object, by the kind of the object."""
 
 
 def _name_of(item: str) -> str:
     """Return CEL for the name of the pool member *item*: its own, else its reference's."""
-    refs = "".join(f"has({item}.{ref}) ? {item}.{ref}.name : " for ref in _REFS)
+    refs = "".join(f"has({item}.{ref}) ? {item}.{ref}.name : " for ref in REFS.values())
     return f"(has({item}.name) ? {item}.name : {refs}'')"
 
 
-_COUNT = " + ".join(f"(has(self.{ref}) ? 1 : 0)" for ref in _REFS)
+_COUNT = " + ".join(f"(has(self.{ref}) ? 1 : 0)" for ref in REFS.values())
 
 ONE_REF = Rule(
     rule=f"{_COUNT} == 1",

@@ -43,12 +43,6 @@ KINDS = {
     "mdep": "ModelDeployment",
     "modeldeployment": "ModelDeployment",
 }
-REFS = {
-    "Deployment": "deploymentRef",
-    "StatefulSet": "statefulSetRef",
-    "InferenceService": "inferenceServiceRef",
-    "ModelDeployment": "modelDeploymentRef",
-}
 
 
 def doctor(
@@ -159,6 +153,7 @@ async def adopted(
         for_file: Whether it is for a router's file, else a ModelPool.
     """
     from modelpool_api.names import API_VERSION
+    from modelpool_api.v1alpha1.modelpool import REFS
     from modelpool_kube.errors import NotFound
     from modelpool_kube.kinds import MEMBER_KINDS
     from modelpool_kube.slotrules import Member, unsafe, wants
