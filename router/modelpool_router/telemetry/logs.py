@@ -322,13 +322,13 @@ class Logs:
         key_id: str | None,
     ) -> None:
         """
-        Log one finished request: a tuple is queued here, the text is made by the writer.
+        Log one finished request: it is queued here, the text is made by the writer.
 
         *model* is a configured name or None, never what a client made up. *status* is None when
         the client left before an answer. None fields are left out of the line.
         """
-        if self._level <= logging.INFO:
-            line = FinishedRequest(
+        self.finished(
+            FinishedRequest(
                 time.time(),
                 request_id,
                 pool,
@@ -344,7 +344,7 @@ class Logs:
                 key_id,
                 self.render,
             )
-            self._writer.put(line, soon=False)
+        )
 
     def finished(self, request: FinishedRequest) -> None:
         """Do what `request_line` does for those who made the entry themselves, with `render`."""
