@@ -6,14 +6,12 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from modelpool_router.app import assembly
-from modelpool_router.settings import Settings
-from modelpool_router.web.server import ServerOptions
+from fronts import give_routers
 from rawclient import RawAnswer, RawClient
 from rawupstream import CHUNKED_HEAD, LAST_CHUNK, STREAM_HEAD, Link, SeenRequest, answer, chunk
 from scripted import Life, scripted, scripted_pool
@@ -122,12 +120,7 @@ def asks_of(first: int, dice: random.Random) -> list[Ask]:
 async def test_ten_thousand_mixed_requests_get_their_own_answers(
     front: str, connections: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = assembly.server_options
-
-    def with_front(settings: Settings) -> ServerOptions:
-        return replace(options(settings), own_front=front == "own")
-
-    monkeypatch.setattr(assembly, "server_options", with_front)
+    give_routers(front, monkeypatch)
     sent: dict[str, str] = {}
 
     async def work(number: int) -> None:

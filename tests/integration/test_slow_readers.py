@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from modelpool_router.app import assembly
-from modelpool_router.settings import Settings
-from modelpool_router.web.server import ServerOptions
+from fronts import give_routers
 from rawclient import RawClient
 from rawupstream import CHUNKED_HEAD, LAST_CHUNK, STREAM_HEAD, Link, SeenRequest, chunk
 from scripted import Life, scripted, scripted_pool, settled
@@ -53,12 +50,7 @@ def post(**fields: Any) -> bytes:
 async def test_little_is_kept_for_each_and_nothing_is_lost(
     front: str, stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = assembly.server_options
-
-    def with_front(settings: Settings) -> ServerOptions:
-        return replace(options(settings), own_front=front == "own")
-
-    monkeypatch.setattr(assembly, "server_options", with_front)
+    give_routers(front, monkeypatch)
     async with scripted(tmp_path, scripted_pool("alpha"), answerer=flood) as router:
         clients = [await Slow(*router.address).__aenter__() for _ in range(CLIENTS)]
         for client in clients:

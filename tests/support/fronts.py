@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from modelpool_router.app import assembly
+from modelpool_router.settings import Settings
+from modelpool_router.web.server import ServerOptions
 
 _own = True
 
@@ -22,3 +29,13 @@ def front_of(kind: str) -> Iterator[None]:
         yield
     finally:
         _own = before
+
+
+def give_routers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let whole routers that start from now on in this process be ``own`` or ``aiohttp``."""
+    options = assembly.server_options
+
+    def with_front(settings: Settings) -> ServerOptions:
+        return replace(options(settings), own_front=kind == "own")
+
+    monkeypatch.setattr(assembly, "server_options", with_front)

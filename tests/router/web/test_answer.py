@@ -21,12 +21,8 @@ def read(parts: list[bytes], method: str = "POST") -> tuple[AnswerReader, bytes,
     for part in parts:
         assert not reader.ended, "fed after its end"
         if reader.feed(part):
-            piece = b"".join(reader.pieces)
-            body += piece
-            if reader.framed is not None:
-                out += reader.framed
-            else:
-                out += (chunk(piece) if piece else b"") + (LAST_CHUNK if reader.ended else b"")
+            body += b"".join(reader.pieces)
+            out += reframed(reader)
     return reader, body, out
 
 
@@ -41,13 +37,17 @@ def read_past(parts: list[bytes]) -> tuple[AnswerReader, bytes, bytes]:
             body, out = body + piece, out + again
             assert again == part
         elif reader.feed(part):
-            piece = b"".join(reader.pieces)
-            body += piece
-            if reader.framed is not None:
-                out += reader.framed
-            else:
-                out += (chunk(piece) if piece else b"") + (LAST_CHUNK if reader.ended else b"")
+            body += b"".join(reader.pieces)
+            out += reframed(reader)
     return reader, body, out
+
+
+def reframed(reader: AnswerReader) -> bytes:
+    """Return what the last `feed` brought as `ClientSink` would write it."""
+    if reader.framed is not None:
+        return reader.framed
+    piece = b"".join(reader.pieces)
+    return (chunk(piece) if piece else b"") + (LAST_CHUNK if reader.ended else b"")
 
 
 def split(raw: bytes, cuts: list[int]) -> list[bytes]:
