@@ -16,6 +16,7 @@ from cluster_ground import Ground
 from cluster_kubectl import until
 from cluster_operator import Operator, install
 from cluster_roles import OPERATOR, router_account
+from cluster_slot import Slot
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -123,3 +124,11 @@ def account_of_router(cluster: harness.Cluster) -> Callable[..., Path]:
 def ground(shipped: harness.OwnCluster, namespace: str) -> Ground:
     """A namespace for pools, in a cluster with the shipped objects."""
     return Ground(shipped, namespace)
+
+
+@pytest.fixture
+def slot(own: harness.OwnCluster, namespace: str, tmp_path: Path) -> Iterator[Slot]:
+    """A pool of two Deployments, for routers from a file; they are ended afterwards."""
+    made = Slot(own, namespace, tmp_path)
+    yield made
+    made.end()

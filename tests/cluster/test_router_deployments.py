@@ -6,8 +6,6 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,13 +14,6 @@ from cluster_slot import LARGE, SMALL, Slot
 from harness import OwnCluster
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture
-def slot(own: OwnCluster, namespace: str, tmp_path: Path) -> Iterator[Slot]:
-    made = Slot(own, namespace, tmp_path)
-    yield made
-    made.end()
 
 
 def test_two_deployments_take_turns(slot: Slot) -> None:

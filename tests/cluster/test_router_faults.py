@@ -5,25 +5,16 @@ from __future__ import annotations
 import http.client
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from cluster_faults import Fate, Write, passes
 from cluster_router import Answer, RouterProcess
 from cluster_slot import LARGE, SMALL, Slot
-from harness import OwnCluster
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture
-def slot(own: OwnCluster, namespace: str, tmp_path: Path) -> Iterator[Slot]:
-    made = Slot(own, namespace, tmp_path)
-    yield made
-    made.end()
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,13 +21,6 @@ from cluster_slot import LARGE, SMALL, Slot
 from harness import OwnCluster
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture
-def slot(own: OwnCluster, namespace: str, tmp_path: Path) -> Iterator[Slot]:
-    made = Slot(own, namespace, tmp_path)
-    yield made
-    made.end()
 
 
 class Client:
