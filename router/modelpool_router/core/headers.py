@@ -207,8 +207,8 @@ def request_head(
             raise ValueError("the configured upstream credential does not fit into a header line")
         lines.append(b"%b: %b\r\n" % credential)
     size = body_size if body_size or method not in ("GET", "HEAD") else None
-    start = request_line(method, target, authority) + b"".join(lines)
-    return assembled_head(start, header_text(request_id), size)
+    line = request_line(method, target, authority)
+    return b"".join((line, *lines, REQUEST_ID, header_text(request_id), head_end(size)))
 
 
 def allowed_lines(client_fields: Iterable[Field], *, plain_answer: bool = False) -> list[bytes]:
@@ -238,23 +238,12 @@ def allowed_lines(client_fields: Iterable[Field], *, plain_answer: bool = False)
     return lines
 
 
-def assembled_head(start: bytes, request_id: bytes, body_size: int | None) -> bytes:
-    """
-    Return a whole head.
-
-    Args:
-        start: `request_line`, then `allowed_lines`.
-        request_id: Fit for a line, see `header_text`.
-        body_size: Left out when None.
-    """
-    return b"".join((start, REQUEST_ID, request_id, head_end(body_size)))
-
-
 REQUEST_ID = b"X-Request-Id: "
+"""What comes behind `request_line` and `allowed_lines`; the value is to be fit for a line."""
 
 
 def head_end(body_size: int | None) -> bytes:
-    """Return what a request's head ends with, behind the value of `REQUEST_ID`."""
+    """Return what a request's head ends with, behind the value of `REQUEST_ID`; no size if None."""
     if body_size is None:
         return b"\r\n\r\n"
     return b"\r\nContent-Length: %d\r\n\r\n" % body_size
