@@ -107,12 +107,9 @@ class AnswerReader:
             return True
         try:
             if self.head is None:
-                known = self._known
-                if known is not None and known.stencil is not None and not self._buffer:
-                    if known.stencil.fits(data):
-                        self._feed_known(data, known, known.stencil)
-                        return True
-                rest = self._feed_head(data)
+                rest = self._feed_known(data)
+                if rest is None:
+                    rest = self._feed_head(data)
                 if rest is None:
                     return False
                 data = rest
@@ -200,10 +197,14 @@ class AnswerReader:
         self._buffer = b""
         return data
 
-    def _feed_known(self, data: bytes, known: KnownHead, stencil: Stencil) -> None:
-        """Take a head that differs from the last one in its length alone, and what follows it."""
-        last, length = known.head, stencil.length
+    def _feed_known(self, data: bytes) -> bytes | None:
+        """Return what follows a head that differs from the last one in its length alone."""
+        known = self._known
+        if known is None or known.stencil is None or self._buffer or not known.stencil.fits(data):
+            return None
+        stencil, last = known.stencil, known.head
         assert last is not None
+        self._left = length = stencil.length
         self.head = AnswerHead(
             last.status,
             last.reason,
@@ -216,12 +217,7 @@ class AnswerReader:
             last.encoded,
         )
         known.note(data[: stencil.end], self.head)
-        body = data[stencil.end :]
-        self._left = length - len(body)
-        if self._left < 0:
-            raise BadHead("bytes follow its end")
-        self.ended = not self._left
-        self.pieces = (body,) if body else ()
+        return data[stencil.end :]
 
     def _feed_body(self, data: bytes) -> None:
         assert self.head is not None
