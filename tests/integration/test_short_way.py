@@ -620,7 +620,8 @@ async def test_who_is_refused_by_the_head_is_refused_at_once(
 async def test_a_client_that_leaves_in_its_body(tmp_path: Path, taken: list[ShortExchange]) -> None:
     async with ready(tmp_path) as (router, engine, client):
         await client.send(post()[:-3])
-        await asyncio.sleep(0.002)
+        front = router.router._front
+        await settled(router, lambda: any(each._missing for each in front.own), "a part of it")
         client.close()
         await settled(router, lambda: not router.router._front.connections, "no connection")
         assert (len(taken), len(engine.seen)) == (0, 1)
