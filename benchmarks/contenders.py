@@ -157,16 +157,7 @@ class Running:
 
     def stop(self) -> None:
         """End it and everything it started."""
-        family = [self.pid, *descendants(self.pid)]
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for pid in family[1:]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        end(self._process)
         self._log.close()
 
 
@@ -200,6 +191,20 @@ def descendants(pid: int) -> list[int]:
             for child in map(int, (task / "children").read_text().split()):
                 found += [child, *descendants(child)]
     return found
+
+
+def end(process: subprocess.Popen[bytes], *, patience_s: float = 10.0) -> None:
+    """End *process*, if need be the hard way, and everything that it started."""
+    below = descendants(process.pid)
+    process.terminate()
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pid in below:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def free_port() -> int:

@@ -32,7 +32,7 @@ import machine
 from bodies import KIB
 from contenders import CONTENDERS, Contender, Launch, NotInstalled, Plan, Running, free_port
 from native import Natives, build
-from run import upstream
+from run import send, upstream
 
 REQUESTS, MORE_REQUESTS = 200, 1000
 STREAMS, EVENTS, MORE_EVENTS = 20, 20, 220
@@ -87,12 +87,7 @@ def count(name: str, natives: Natives) -> Counts:
 
             def drive(count: int, body: bytes, *flags: str) -> None:
                 path = bodies.write(folder, "body", body)
-                command = [str(natives.load), "-p", str(running.port), "-b", str(path)]
-                command += ["-c", str(CONNECTIONS), "-d", "100", "-n", str(count), *flags]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-                found = json.loads(done.stdout)
-                if found["errors"] or found["answers"] != count:
-                    raise RuntimeError(f"{name}: wrong answers under valgrind: {done.stdout}")
+                send(natives, running, path, count, CONNECTIONS, *flags)
 
             return _counted(lambda work: _instructions(running, folder, work), drive)
 

@@ -87,6 +87,23 @@ def window(natives: Natives, contender: Running, shape: Shape, body: Path) -> di
     return found
 
 
+def send(
+    natives: Natives, contender: Running, body: Path, requests: int, connections: int, *flags: str
+) -> None:
+    """
+    Send that many requests, where not the time but the work of the contender counts.
+
+    Raises:
+        RuntimeError: they were not all answered as they should be.
+    """
+    command = [str(natives.load), "-p", str(contender.port), "-b", str(body)]
+    command += ["-c", str(connections), "-d", "100", "-n", str(requests), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = json.loads(done.stdout)
+    if found["errors"] or found["answers"] != requests:
+        raise RuntimeError(f"{contender.name}: wrong answers: {done.stdout}")
+
+
 def measured(natives: Natives, contender: Running, shape: Shape, body: Path) -> dict[str, Any]:
     """Measure; once more, up to `MAX_REPEATS` times, when a neighbour took the core meanwhile."""
     found = window(natives, contender, shape, body)

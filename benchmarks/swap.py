@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import shlex
 import statistics
 import subprocess
@@ -40,7 +39,7 @@ from typing import BinaryIO
 import aiohttp
 
 import machine
-from contenders import descendants, free_port, ours_command
+from contenders import end, free_port, ours_command
 from modelpool_router.testing.slotwatch import phases_of_members
 from modelpool_router.testing.swapreport import page
 from modelpool_router.testing.workload import Outcome, ask, drive, plan, summarise
@@ -168,22 +167,7 @@ def _running(name: str, command: Sequence[str], port: int, folder: Path) -> Iter
                 time.sleep(0.02)
             yield Target(name, url, process)
         finally:
-            family = [process.pid, *descendants(process.pid)]
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            for pid in family[1:]:
-                _end(pid)
-
-
-def _end(pid: int) -> None:
-    try:
-        os.kill(pid, 9)
-    except ProcessLookupError:
-        pass
+            end(process, patience_s=20)
 
 
 def _lists_models(url: str) -> bool:

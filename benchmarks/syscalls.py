@@ -28,7 +28,7 @@ import machine
 from bodies import KIB
 from contenders import CONTENDERS, NotInstalled, Plan, Running, free_port
 from native import Natives, build
-from run import upstream
+from run import send, upstream
 
 REQUESTS, MORE_REQUESTS = 500, 2500
 CONNECTIONS = 16
@@ -58,12 +58,7 @@ def count(name: str, natives: Natives) -> dict[str, float]:
             body = bodies.write(folder, "body", bodies.chat(KIB))
 
             def drive(requests: int) -> None:
-                command = [str(natives.load), "-p", str(running.port), "-b", str(body)]
-                command += ["-c", str(CONNECTIONS), "-d", "60", "-n", str(requests)]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=90)
-                found = json.loads(done.stdout)
-                if found["errors"] or found["answers"] != requests:
-                    raise RuntimeError(f"{name}: wrong answers under strace: {done.stdout}")
+                send(natives, running, body, requests, CONNECTIONS)
 
             drive(2 * CONNECTIONS)
             few = _traced(running, folder, lambda: drive(REQUESTS))
