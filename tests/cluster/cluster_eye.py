@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from cluster_kubectl import Kubectl, Object
+from cluster_kubectl import Kubectl, Object, changes
 from cluster_objects import member_of
 
 
@@ -89,35 +88,14 @@ class PodEye(Together):
         self._reading.join()
 
     def _look(self) -> None:
-        words = ("get", "pods", "-n", self._namespace, "-w", "--output-watch-events", "-o", "json")
         while not self._is_closed:
-            with subprocess.Popen(
-                [str(self._kubectl.program), *words],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=self._kubectl.environ(),
-                text=True,
-            ) as self._process:
+            with self._kubectl.watch("pods", "-n", self._namespace) as self._process:
                 # Whatever is still there is told first; what is not told is gone.
                 self.begin()
-                self._read(self._process)
+                assert self._process.stdout is not None
+                for change, pod in changes(self._process.stdout):
+                    self.take(change, pod)
             time.sleep(0.2)  # the API server may be away
-
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        decoder = json.JSONDecoder()
-        text = ""
-        assert process.stdout is not None
-        for line in process.stdout:
-            text += line
-            if line.rstrip() != "}" and not line.startswith("{"):
-                continue  # in the middle of an object
-            while text.strip():
-                try:
-                    event, end = decoder.raw_decode(text.lstrip())
-                except json.JSONDecodeError:
-                    break
-                text = text.lstrip()[end:]
-                self.take(event["type"], event["object"])
 
 
 def is_over(pod: Object) -> bool:
@@ -129,7 +107,7 @@ def is_over(pod: Object) -> bool:
         *(status.get("initContainerStatuses") or []),
         *(status.get("containerStatuses") or []),
     ]
-    return all("terminated" in each["state"] for each in containers)
+    return all("terminated" in (each.get("state") or {}) for each in containers)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from cluster_kubectl import Kubectl, Object, until
+from cluster_eye import is_over
+from cluster_kubectl import Kubectl, Object, changes, until
 from cluster_objects import GPU, deployment, member_container
 from cluster_router import Answer, Front
 from harness import Cluster
@@ -32,41 +32,25 @@ class Watch:
 
     def __init__(self, kubectl: Kubectl, *what: str, take: Callable[[str, Object], None]) -> None:
         self._take = take
-        words = ("get", *what, "-w", "--output-watch-events", "-o", "json")
-        self._process = subprocess.Popen(
-            [str(kubectl.program), *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=kubectl.environ(),
-            text=True,
-        )
+        self._process = kubectl.watch(*what)
         self._reading = threading.Thread(target=self._read)
         self._reading.start()
 
     def _read(self) -> None:
-        decoder = json.JSONDecoder()
-        rest = ""
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            rest += line
-            if line.startswith((" ", "\t")):
-                continue  # in the middle of an object
-            while rest.strip():
-                try:
-                    event, end = decoder.raw_decode(rest.lstrip())
-                except json.JSONDecodeError:
-                    break
-                rest = rest.lstrip()[end:]
-                self._take(event["type"], event["object"])
+        for change, obj in changes(self._process.stdout):
+            self._take(change, obj)
 
     def close(self) -> None:
         """End the watch, after everything that has happened by now was seen."""
         time.sleep(0.3)  # events are on their way for less than that
+        is_whole = self._process.poll() is None
         self._process.terminate()
         self._reading.join()
         self._process.wait(10)
         assert self._process.stdout is not None
         self._process.stdout.close()
+        assert is_whole, "kubectl had ended, and what came after that was not seen"
 
 
 class Pods:
@@ -95,15 +79,6 @@ class Pods:
             self.told.append(f"+{name}")
         if len(self._alive) > 1:
             self.overlaps.append(set(self._alive.values()))
-
-
-def is_over(pod: Object) -> bool:
-    """Whether nothing of a Pod runs any more, though its object may still be there."""
-    status = pod.get("status", {})
-    containers = status.get("containerStatuses", [])
-    return status.get("phase") in ("Succeeded", "Failed") and all(
-        "terminated" in each.get("state", {}) for each in containers
-    )
 
 
 def workload_of(pod: Object) -> str:

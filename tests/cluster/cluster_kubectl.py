@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,6 +71,16 @@ class Kubectl:
         """The items of ``kubectl get ARGS``."""
         return list(self.get(*args).get("items") or [])
 
+    def watch(self, *args: str) -> subprocess.Popen[str]:
+        """Begin to watch what ``kubectl get ARGS`` gets. Read it with `changes`, and end it."""
+        return subprocess.Popen(
+            [str(self.program), "get", *args, "-w", "--output-watch-events", "-o", "json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=self.environ(),
+            text=True,
+        )
+
     def apply(self, *objects: Mapping[str, Any]) -> None:
         """Apply *objects* server-side."""
         document = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
@@ -80,6 +90,23 @@ class Kubectl:
         """Create *objects*; an existing one is an error."""
         document = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
         self("create", "-f", "-", stdin=json.dumps(document))
+
+
+def changes(lines: Iterable[str]) -> Iterator[tuple[str, Object]]:
+    """Yield what a watch prints: ``ADDED`` and the like, and the object as it is then."""
+    decoder = json.JSONDecoder()
+    text = ""
+    for line in lines:
+        text += line
+        if line.startswith((" ", "\t")):
+            continue  # in the middle of an object
+        while text.strip():
+            try:
+                event, end = decoder.raw_decode(text.lstrip())
+            except json.JSONDecodeError:
+                break
+            text = text.lstrip()[end:]
+            yield event["type"], event["object"]
 
 
 def until(ask: Callable[[], T], what: str, timeout_s: float = 60) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import io
 import json
 import ssl
 import threading
@@ -16,6 +17,7 @@ import pytest
 from cluster_certs import Authority
 from cluster_eye import Together
 from cluster_faults import Fate, FaultyWay, Write
+from cluster_kubectl import changes
 from modelpool_kube.client import connect
 from modelpool_kube.errors import KubeError, Unanswered
 from modelpool_kube.kinds import DEPLOYMENTS
@@ -214,3 +216,12 @@ def test_other_pools_and_what_a_person_forgot_do_not_count() -> None:
     eye.forgotten.add("1")
     eye.take("ADDED", pod("3", "p-b"))
     assert eye.overlaps == []
+
+
+def test_a_watch_is_read_object_by_object() -> None:
+    told = [{"type": kind, "object": pod("1", "a")} for kind in ("ADDED", "MODIFIED")]
+    printed = "".join(json.dumps(each, indent=4) + "\n" for each in told)
+
+    found = list(changes(io.StringIO(printed + '{\n    "type": "DEL')))
+
+    assert found == [("ADDED", pod("1", "a")), ("MODIFIED", pod("1", "a"))]
