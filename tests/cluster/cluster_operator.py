@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from cluster_kubectl import Kubectl, Object
-
-ROOT = Path(__file__).parents[2]
+from harness import ROOT
 
 
 def base() -> Iterator[Object]:

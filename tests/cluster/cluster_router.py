@@ -14,9 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cluster_kubectl import until
-from harness import Cluster
-
-ROOT = Path(__file__).parents[2]
+from harness import ROOT, Cluster
 
 
 @dataclass(frozen=True)

@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from cluster_commands import Commands
 from cluster_ground import Ground, is_ending
 from cluster_kubectl import until
-from cluster_operator import ROOT, Operator
+from cluster_operator import Operator
 
 pytestmark = pytest.mark.cluster
-
-
-class Commands:
-    """The commands, as somebody with one kubeconfig runs them in one namespace."""
-
-    def __init__(self, ground: Ground, kubeconfig: Path | None = None) -> None:
-        self._ground = ground
-        self._kubeconfig = kubeconfig or ground.cluster.kubeconfig
-
-    def __call__(self, *words: str, code: int = 0) -> str:
-        """Run one; return what it prints, after seeing that it ends with *code*."""
-        paths = os.pathsep.join((str(ROOT / "router"), str(ROOT / "operator")))
-        environ = {**self._ground.kubectl.environ(), "PYTHONPATH": paths, "COLUMNS": "200"}
-        place = ("-n", self._ground.namespace, "--kubeconfig", str(self._kubeconfig))
-        done = subprocess.run(
-            [sys.executable, "-m", "modelpool_router", *words, *place],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            env=environ,
-        )
-        assert done.returncode == code, (words, done.stdout, done.stderr)
-        return done.stdout if not code else done.stdout + done.stderr
 
 
 def test_workloads_that_run_are_adopted_and_looked_after(
@@ -47,7 +21,7 @@ def test_workloads_that_run_are_adopted_and_looked_after(
     start: Callable[[str], Operator],
     account_of_router: Callable[..., Path],
 ) -> None:
-    command = Commands(ground)
+    command = Commands(ground.kubectl, ground.namespace)
     large, small = ground.deployment("large"), ground.deployment("small")
     large["spec"]["strategy"] = {"type": "RollingUpdate"}
     small["spec"]["replicas"] = 1
@@ -87,7 +61,7 @@ def test_workloads_that_run_are_adopted_and_looked_after(
     reads = {"apiGroups": ["modelpool.dev"], "resources": ["modelpools"], "verbs": ["list"]}
     role = ground.get("role", "half")
     ground.patch("role/half", {"rules": [*role["rules"], reads]})
-    said = Commands(ground, account)("doctor", code=1)
+    said = Commands(ground.kubectl, ground.namespace, account)("doctor", code=1)
     assert f"these credentials may not patch deployments/large in {ground.namespace}" in said
 
     # Used: the running one is the resident, and its Pod does not notice.

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from cluster_kubectl import KubectlFailed, Object, until
-from cluster_operator import ROOT, Operator
+from cluster_operator import Operator
 from cluster_roles import router_account
-from harness import OwnCluster
+from harness import ROOT, OwnCluster
 
 pytestmark = pytest.mark.cluster
 MANIFESTS = ROOT / "manifests"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
+from cluster_commands import Commands
 from cluster_kubectl import KubectlFailed
 from cluster_objects import queues
 from cluster_operator import Operator
@@ -161,20 +159,12 @@ async def test_people_see_what_is_replaced_and_why_it_waits(
     (row,) = table(kubectl("get", "mdep", *where))
     assert (row["ROLES"], row["REPLACING"]) == ("server 1/2", "server/1")
     assert row["PHASE"] == "Degraded"
-    environ = {**os.environ, "KUBECONFIG": str(ground.own.kubeconfig)}
-    told = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", "modelpool_router", "trace", "md/chat", *where],
-        capture_output=True,
-        text=True,
-        env=environ,
-        timeout=60,
-        check=True,
-    )
-    assert "server/1: WaitingForAdmission for" in told.stdout
-    assert "insufficient unused quota for nvidia.com/gpu" in told.stdout
+    command = Commands(kubectl, ground.namespace)
+    told = await asyncio.to_thread(command, "trace", "md/chat")
+    assert "server/1: WaitingForAdmission for" in told
+    assert "insufficient unused quota for nvidia.com/gpu" in told
     for step in ("ReplacementStarted", "ReplacementVacant", "ReplacementCreated"):
-        assert step in told.stdout
+        assert step in told
 
 
 EXPLAINED = {

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from cluster_commands import Commands
 from cluster_faults import Fate, Write
 from cluster_kubectl import until
-from cluster_router import ROOT, Answer, RouterProcess
+from cluster_router import Answer, RouterProcess
 from cluster_slot import LARGE, SMALL, Slot
 from harness import OwnCluster
 
@@ -260,6 +258,7 @@ def test_a_failed_pod_is_left_behind(slot: Slot) -> None:
 
 def test_a_node_is_lost_and_its_pod_forgotten(slot: Slot, own: OwnCluster) -> None:
     kubectl = own.kubectl
+    command = Commands(kubectl, slot.namespace)
     node = own.node("gpu-lost")
     try:
         pin = {
@@ -280,7 +279,7 @@ def test_a_node_is_lost_and_its_pod_forgotten(slot: Slot, own: OwnCluster) -> No
             assert slot.replicas(LARGE) == 0
 
             eye.forgotten.add(pod["metadata"]["uid"])
-            said = modelpool(slot, "forget", pod["metadata"]["name"], "--yes")
+            said = command("forget", pod["metadata"]["name"], "--yes")
 
             assert "counts as gone" in said
             until(lambda: router.chat(LARGE).status == 200, "the other one is loaded", 60)
@@ -294,20 +293,3 @@ def test_a_node_is_lost_and_its_pod_forgotten(slot: Slot, own: OwnCluster) -> No
 def _is_late(answer: Answer) -> Answer | None:
     is_late = answer.status == 503 and answer.code == "swap_budget_exceeded"
     return answer if is_late else None
-
-
-def modelpool(slot: Slot, *words: str) -> str:
-    """Run a command of the program in the namespace of *slot*; return what it prints."""
-    paths = os.pathsep.join((str(ROOT / "router"), str(ROOT / "operator")))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "modelpool_router", *words),
-            *("-n", slot.namespace, "--kubeconfig", str(slot.cluster.kubeconfig)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    return done.stdout
