@@ -25,10 +25,9 @@ import aiohttp
 from aiohttp import web
 
 from cluster_kubectl import until
+from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
 
 T = TypeVar("T")
-RECORD = "modelpool.dev/record"
-SLOT = "modelpool.dev/slot"
 _WRITES = ("POST", "PUT", "PATCH", "DELETE")
 _NOT_PASSED_ON = frozenset({"host", "connection", "transfer-encoding", "content-length"})
 
@@ -81,7 +80,7 @@ class Write:
     @property
     def record(self) -> Any:
         """The slot record that it writes; None when it writes none."""
-        text = self._notes.get(RECORD)
+        text = self._notes.get(RECORD_ANNOTATION)
         return None if text is None else json.loads(text)
 
     @property
@@ -93,7 +92,7 @@ class Write:
     @property
     def is_mark(self) -> bool:
         """Whether it marks a member and does not scale it."""
-        return self.method == "PATCH" and SLOT in self._notes and self.replicas is None
+        return self.method == "PATCH" and SLOT_ANNOTATION in self._notes and self.replicas is None
 
     @property
     def is_renewal(self) -> bool:
@@ -103,7 +102,7 @@ class Write:
             self.kind == "leases"
             and self.method == "PATCH"
             and set(spec) == {"renewTime"}
-            and (RECORD not in self._notes)
+            and (RECORD_ANNOTATION not in self._notes)
         )
 
     @property

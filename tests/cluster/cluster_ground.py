@@ -15,10 +15,8 @@ from cluster_kubectl import Kubectl, Object, changes, until
 from cluster_objects import GPU, deployment, member_container
 from cluster_router import Answer, Front
 from harness import Cluster
+from modelpool_api.names import API_VERSION, RECORD_ANNOTATION, SLOT_ANNOTATION
 
-VERSION = "modelpool.dev/v1alpha1"
-SLOT = "modelpool.dev/slot"
-RECORD = "modelpool.dev/record"
 INSTANCE = "app.kubernetes.io/instance"
 ROUTER_PORT = 18180
 
@@ -137,7 +135,7 @@ class Ground:
         """An InferenceService of the fake member."""
         limits = {"resources": {"limits": {GPU: str(gpus)}}} if gpus else {}
         return {
-            "apiVersion": VERSION,
+            "apiVersion": API_VERSION,
             "kind": "InferenceService",
             "metadata": {"name": name, "namespace": self.namespace},
             "spec": {
@@ -167,7 +165,7 @@ class Ground:
     def pool(self, name: str, *members: Object, **spec: Any) -> Object:
         """A ModelPool."""
         return {
-            "apiVersion": VERSION,
+            "apiVersion": API_VERSION,
             "kind": "ModelPool",
             "metadata": {"name": name, "namespace": self.namespace},
             "spec": {"members": list(members), **spec},
@@ -176,7 +174,7 @@ class Ground:
     def router(self, *pools: str, **spec: Any) -> Object:
         """A ModelRouter called ``front``."""
         return {
-            "apiVersion": VERSION,
+            "apiVersion": API_VERSION,
             "kind": "ModelRouter",
             "metadata": {"name": "front", "namespace": self.namespace},
             "spec": {
@@ -242,7 +240,7 @@ class Ground:
 
     def mark(self, what: str) -> str:
         """The slot that an object says it belongs to; empty when it says nothing."""
-        return str(self.get(what)["metadata"].get("annotations", {}).get(SLOT, ""))
+        return str(self.get(what)["metadata"].get("annotations", {}).get(SLOT_ANNOTATION, ""))
 
     def generations(self, *what: str) -> list[tuple[int, str]]:
         """What changes when anybody changes the spec of an object, or its mark."""
@@ -264,7 +262,7 @@ class Ground:
     def record(self, pool: str = "gpu0") -> Any:
         """The slot record."""
         lease = self.get("lease", f"modelpool-{pool}")
-        return json.loads(lease["metadata"]["annotations"][RECORD])
+        return json.loads(lease["metadata"]["annotations"][RECORD_ANNOTATION])
 
     def front(self, timeout_s: float = 90) -> Front:
         """The router of the ModelRouter, once it is ready."""

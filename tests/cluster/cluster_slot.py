@@ -16,10 +16,22 @@ from cluster_objects import deployment, member_container
 from cluster_roles import router_account
 from cluster_router import RouterProcess
 from harness import Cluster
+from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
 
 LARGE, SMALL = "large", "small"
-SLOT = "modelpool.dev/slot"
 SETTLED = ("resident", "cold", "released")
+
+
+def epoch_of(member: Object) -> int:
+    """Return the epoch that *member* is marked with; 0 without a mark."""
+    mark = member["metadata"].get("annotations", {}).get(SLOT_ANNOTATION, ":0")
+    return int(mark.rpartition(":")[2])
+
+
+def is_settled(record: Any, up: list[str], epochs: set[int]) -> bool:
+    """Whether record, members that are up and marks tell the same story of nobody moving."""
+    owner = [record["owner"]] if record["owner"] else []
+    return record["phase"] in SETTLED and up == owner and epochs == {record["epoch"]}
 
 
 class Slot:
@@ -109,8 +121,7 @@ class Slot:
 
     def epoch(self, name: str) -> int:
         """Return the epoch that a member is marked with; 0 without a mark."""
-        mark = self.member(name)["metadata"].get("annotations", {}).get(SLOT, ":0")
-        return int(mark.rpartition(":")[2])
+        return epoch_of(self.member(name))
 
     def pods(self, name: str = "") -> list[str]:
         """Return the UIDs of Pods, of one member or of both."""
@@ -131,17 +142,15 @@ class Slot:
 
     def record(self) -> Any:
         """Return the slot record."""
-        return json.loads(self.lease()["metadata"]["annotations"]["modelpool.dev/record"])
+        return json.loads(self.lease()["metadata"]["annotations"][RECORD_ANNOTATION])
 
     def wait_settled(self, timeout_s: float = 60) -> Any:
         """Wait until record, replicas and marks tell the same story of nobody moving anything."""
 
         def settled() -> Any:
             record = self.record()
-            owner = [record["owner"]] if record["owner"] else []
             epochs = {self.epoch(name) for name in (SMALL, LARGE)}
-            is_one_story = self.up() == owner and epochs == {record["epoch"]}
-            return record if record["phase"] in SETTLED and is_one_story else None
+            return record if is_settled(record, self.up(), epochs) else None
 
         return until(settled, "the slot is at rest", timeout_s)
 

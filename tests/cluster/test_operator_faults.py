@@ -25,13 +25,14 @@ import pytest
 
 from cluster_eye import PodEye
 from cluster_faults import Fate, FaultyWay, Write
-from cluster_ground import RECORD, SLOT, Ground
+from cluster_ground import Ground
 from cluster_kubectl import Object, until
 from cluster_operator import Operator, install
 from cluster_roles import OPERATOR, router_account
 from cluster_router import Answer, RouterProcess
-from cluster_slot import SETTLED
+from cluster_slot import epoch_of, is_settled
 from harness import Cluster, OwnCluster
+from modelpool_api.names import RECORD_ANNOTATION
 
 pytestmark = pytest.mark.cluster
 ROUTED = [f"r{number:02}" for number in range(1, 12)]
@@ -125,11 +126,7 @@ class State:
     @property
     def is_legal(self) -> bool:
         """Whether nothing is half done, and everything tells the same story."""
-        if self.record is None:
-            return False
-        owner = [self.record["owner"]] if self.record["owner"] else []
-        is_settled = self.record["phase"] in SETTLED and self.up == owner
-        return is_settled and self.epochs == {self.record["epoch"]}
+        return self.record is not None and is_settled(self.record, self.up, self.epochs)
 
 
 class World(Ground):
@@ -161,8 +158,8 @@ class World(Ground):
             members = {each: deployments[each] for each in members_of(name)}
             found[name] = State(
                 [each for each, obj in members.items() if obj["spec"]["replicas"]],
-                {_epoch(obj) for obj in members.values()},
-                json.loads(notes[RECORD]) if RECORD in notes else None,
+                {epoch_of(obj) for obj in members.values()},
+                json.loads(notes[RECORD_ANNOTATION]) if RECORD_ANNOTATION in notes else None,
                 str(lease.get("spec", {}).get("holderIdentity", "")),
                 pool.get("status", {}),
             )
@@ -171,16 +168,11 @@ class World(Ground):
     def generations_of_all(self) -> dict[str, Any]:
         """What changes when anybody scales or marks a member."""
         found = self._by_name("deployments")
-        return {each: (obj["metadata"]["generation"], _epoch(obj)) for each, obj in found.items()}
+        return {each: (obj["metadata"]["generation"], epoch_of(obj)) for each, obj in found.items()}
 
     def _by_name(self, kind: str) -> dict[str, Object]:
         listed = self.kubectl.items(kind, "-n", self.namespace)
         return {each["metadata"]["name"]: each for each in listed}
-
-
-def _epoch(obj: Object) -> int:
-    mark = obj["metadata"].get("annotations", {}).get(SLOT, ":0")
-    return int(mark.rpartition(":")[2])
 
 
 @dataclass
