@@ -90,6 +90,8 @@ class PodEye(Together):
     def _look(self) -> None:
         while not self._is_closed:
             with self._kubectl.watch("pods", "-n", self._namespace) as self._process:
+                if self._is_closed:
+                    self._process.terminate()  # `close` has seen the one before
                 # Whatever is still there is told first; what is not told is gone.
                 self.begin()
                 assert self._process.stdout is not None
