@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +75,7 @@ class Operator:
         """Return its log."""
         lines = self.log.read_text("utf-8").splitlines()
         return [json.loads(each) for each in lines if each.startswith("{")]
+
+
+Start = Callable[[str], Operator]
+"""The fixture `start`: makes an operator that runs, by its name as a holder."""

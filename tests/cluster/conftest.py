@@ -14,7 +14,7 @@ import pytest
 import harness
 from cluster_ground import Ground
 from cluster_kubectl import until
-from cluster_operator import Operator, install
+from cluster_operator import Operator, Start, install
 from cluster_roles import OPERATOR, router_account
 from cluster_slot import Slot
 
@@ -96,7 +96,7 @@ def shipped(own: harness.OwnCluster) -> harness.OwnCluster:
 
 
 @pytest.fixture
-def start(shipped: harness.OwnCluster, tmp_path: Path) -> Iterator[Callable[[str], Operator]]:
+def start(shipped: harness.OwnCluster, tmp_path: Path) -> Iterator[Start]:
     """Start operators; they are ended afterwards."""
     account = shipped.service_account(*OPERATOR)
     with contextlib.ExitStack() as stack:

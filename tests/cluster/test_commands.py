@@ -11,14 +11,14 @@ import pytest
 from cluster_commands import Commands
 from cluster_ground import Ground, is_ending
 from cluster_kubectl import until
-from cluster_operator import Operator
+from cluster_operator import Start
 
 pytestmark = pytest.mark.cluster
 
 
 def test_workloads_that_run_are_adopted_and_looked_after(
     ground: Ground,
-    start: Callable[[str], Operator],
+    start: Start,
     account_of_router: Callable[..., Path],
 ) -> None:
     command = Commands(ground.kubectl, ground.namespace)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from cluster_kubectl import KubectlFailed, Object, until
-from cluster_operator import Operator
+from cluster_operator import Start
 from cluster_roles import router_account
 from harness import ROOT, OwnCluster
 
@@ -67,7 +66,7 @@ def tried(kubectl: Any, namespace: str, name: str, template: Object) -> str:
 
 
 def test_our_pods_are_let_in_where_pods_are_restricted(
-    shipped: OwnCluster, start: Callable[[str], Operator], namespace: str
+    shipped: OwnCluster, start: Start, namespace: str
 ) -> None:
     kubectl = shipped.kubectl
     label = "pod-security.kubernetes.io/enforce=restricted"
@@ -104,7 +103,7 @@ def test_what_kustomize_builds_is_taken_by_the_server(shipped: OwnCluster, folde
 
 
 def test_children_of_another_version_are_brought_up_to_date(
-    shipped: OwnCluster, start: Callable[[str], Operator], namespace: str, tmp_path: Path
+    shipped: OwnCluster, start: Start, namespace: str, tmp_path: Path
 ) -> None:
     kubectl = shipped.kubectl
     kubectl.apply(pool(namespace), router(namespace))

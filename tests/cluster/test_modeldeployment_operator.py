@@ -13,7 +13,7 @@ import pytest
 from cluster_commands import Commands
 from cluster_kubectl import KubectlFailed
 from cluster_objects import queues
-from cluster_operator import Operator
+from cluster_operator import Start
 from cluster_replicas import Ground, is_at_rest, replacing, role, waits
 from harness import OwnCluster
 from modelpool_api.names import MEMBER_INDEX_LABEL
@@ -36,7 +36,7 @@ async def ground(own: OwnCluster, namespace: str) -> AsyncIterator[Ground]:
 class Killed:
     """The operator of a test, killed again and again."""
 
-    def __init__(self, ground: Ground, start: Callable[[str], Operator]) -> None:
+    def __init__(self, ground: Ground, start: Start) -> None:
         self._ground = ground
         self._start = start
         self._now = start("operator-0")
@@ -66,7 +66,7 @@ def made(slot: Json) -> int:
 
 
 async def test_an_operator_killed_in_every_phase_of_a_replacement_is_made_up_for(
-    ground: Ground, start: Callable[[str], Operator]
+    ground: Ground, start: Start
 ) -> None:
     kind = await ground.type("a", gpus=4)
     kept = await ground.strangers()
@@ -141,9 +141,7 @@ def table(text: str) -> list[dict[str, str]]:
     ]
 
 
-async def test_people_see_what_is_replaced_and_why_it_waits(
-    ground: Ground, start: Callable[[str], Operator]
-) -> None:
+async def test_people_see_what_is_replaced_and_why_it_waits(ground: Ground, start: Start) -> None:
     start("operator-0")
     kind = await ground.type("a", gpus=2)
     await ground.deploy(role(instanceType=kind, replicas=2))
@@ -302,7 +300,7 @@ def test_names_that_cannot_be_are_refused_with_the_longest_of_them(
 
 
 async def test_suspended_and_resumed_it_rests_at_nothing_and_at_everything(
-    ground: Ground, start: Callable[[str], Operator]
+    ground: Ground, start: Start
 ) -> None:
     start("operator-0")
     await ground.deploy(role(instanceType=await ground.type("a", gpus=1)))

@@ -6,14 +6,13 @@ import json
 import re
 import signal
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from cluster_kubectl import KubectlFailed, Object, until
 from cluster_objects import GPU, deployment, member_container
-from cluster_operator import Operator
+from cluster_operator import Start
 from harness import OwnCluster
 
 pytestmark = pytest.mark.cluster
@@ -69,7 +68,7 @@ def objects(namespace: str) -> list[Object]:
 
 
 def test_given_a_pool_then_the_shipped_operator_keeps_it(
-    shipped: OwnCluster, start: Callable[[str], Operator], namespace: str
+    shipped: OwnCluster, start: Start, namespace: str
 ) -> None:
     kubectl = shipped.kubectl
     operator = start("operator-0")
@@ -138,7 +137,7 @@ def test_given_a_pool_then_the_shipped_operator_keeps_it(
 
 
 def test_given_a_model_router_then_a_real_router_serves_its_pool_under_its_own_role(
-    shipped: OwnCluster, start: Callable[[str], Operator], namespace: str
+    shipped: OwnCluster, start: Start, namespace: str
 ) -> None:
     kubectl = shipped.kubectl
     operator = start("operator-0")

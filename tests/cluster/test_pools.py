@@ -22,12 +22,11 @@ from cluster_ground import (
     watched,
 )
 from cluster_kubectl import Object, until
-from cluster_operator import Operator
+from cluster_operator import Start
 from cluster_router import Front, RouterProcess
 from harness import OwnCluster
 
 pytestmark = pytest.mark.cluster
-Start = Callable[[str], Operator]
 
 
 def allocated(pool: Object) -> str | None:

@@ -22,11 +22,10 @@ from cluster_ground import (
 )
 from cluster_kubectl import Object, until
 from cluster_objects import GPU, queues
-from cluster_operator import Operator
+from cluster_operator import Start
 from cluster_router import RouterProcess
 
 pytestmark = pytest.mark.cluster
-Start = Callable[[str], Operator]
 
 
 def test_pools_are_added_edited_and_removed_while_the_router_runs(
