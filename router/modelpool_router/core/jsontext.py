@@ -164,7 +164,9 @@ def plain_object(text: bytes) -> dict[str, object] | None:
     A text that is what its values are encoded to has each name once. Otherwise lengths tell: that
     of an object without blanks around its values is that of its names and values, and a byte or
     two for each. Any blank, any escape in a name and any second value of a name makes the text
-    longer than what the dictionary accounts for; so if it is just as long, there is none.
+    longer than what the dictionary accounts for; so if it is just as long, there is none. With one
+    blank after each colon and comma, as many clients write it, a second value could be as long as
+    the blanks; there the text must be what names and values are put together to.
     """
     size = len(text)
     if size > _SHORT or (
@@ -183,7 +185,12 @@ def plain_object(text: bytes) -> dict[str, object] | None:
         return None  # the long way says what is wrong
     # {, and for each two quotes, a colon, and a comma or }
     accounted = 1 + 4 * len(raw) + len("".join(raw)) + len(b"".join(raw.values()))
-    return values if accounted == size else None
+    if accounted == size:
+        return values
+    if accounted + 2 * len(raw) - 1 != size:
+        return None
+    pairs = [b'"%b": %b' % (name.encode(), value) for name, value in raw.items()]
+    return values if text == b"{%b}" % b", ".join(pairs) else None
 
 
 def value_span(text: Text, name: str) -> tuple[int, int]:

@@ -372,10 +372,27 @@ def test_a_plain_object_is_what_the_long_way_finds(
         b'{"model":"\xc3\xa9"}',
         b'{"model":"m","input":[%b]}' % b",".join(b"%d" % n for n in range(100_000, 100_100)),
         b'{"model":"m","seed":18446744073709551615,"temperature":1e-7}',
+        b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": true}',
+        b'{"model": "m"}',
     ],
 )
 def test_an_ordinary_body_is_a_plain_object(body: bytes) -> None:
     assert jsontext.plain_object(body) == json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a":10,"a":2,"b":3,"h":4,"i":5}',
+        b'{"a": 1,"model":"m","a":2}',
+        b'{"model":"m" ,"stream" :true }',
+        b'{"mod\\u0065l": "m"}',
+        b'{"m": 1, "\xc3\xa9": 2}',
+    ],
+)
+def test_what_could_be_read_in_two_ways_is_no_plain_object(body: bytes) -> None:
+    """A second value of a name may be just as long as the blanks that others write."""
+    assert jsontext.plain_object(body) is None
 
 
 @pytest.mark.parametrize("before", range(0, 200, 7))
