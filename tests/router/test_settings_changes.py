@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelpool_router.settings import Changes, PoolChange, compare, from_mapping, kept, parse
+from modelpool_router.settings import Changes, PoolChange, compare, from_mapping, kept, moved, parse
 
 
 def member(name: str, **more: Any) -> dict[str, Any]:
@@ -127,3 +127,20 @@ def test_of_model_pools_only_their_namespace_needs_a_restart() -> None:
     assert kept(from_mapping(lab), from_mapping(other)) == {
         "pools_from": from_mapping(lab).pools_from
     }
+
+
+def test_members_stay_on_their_side_of_kubernetes() -> None:
+    """A pool of the same name cannot follow its members there while the router runs."""
+    here = tree(member("a"))
+    place = {"deployment": {"namespace": "lab", "name": "a"}}
+    there = tree({"name": "a", **place}, leaseNamespace="lab")
+
+    elsewhere = {**there, "pools": [{**there["pools"][0], "name": "gpu1"}]}
+
+    (problem,) = moved(from_mapping(here), from_mapping(there))
+
+    assert "the members of gpu0 cannot move" in problem.reason
+    assert problem.field == "pools[0]"
+    assert "another name" in problem.way_out
+    assert moved(from_mapping(there), from_mapping(there)) == []
+    assert moved(from_mapping(here), from_mapping(elsewhere)) == []

@@ -35,11 +35,10 @@ from ..settings import (
     Changes,
     ConfigError,
     Pool,
-    Problem,
     Settings,
-    Source,
     compare,
     kept,
+    moved,
     read_secret,
     verify,
 )
@@ -314,7 +313,7 @@ class Router:
             return await self._reload(new)
 
     async def _reload(self, new: Settings) -> Changes:
-        problems = [*verify(new, self._environ), *_moved(self.settings, new)]
+        problems = [*verify(new, self._environ), *moved(self.settings, new)]
         if problems:
             raise ConfigError(problems)
         old = self.settings
@@ -481,22 +480,6 @@ class Router:
 
     def _is_shared(self, check: str) -> bool:
         return PoolName(check.removeprefix("pool ")) in self._kube_drivers
-
-
-def _moved(old: Settings, new: Settings) -> list[Problem]:
-    """Return the problem of every pool whose members move into Kubernetes, or out of it."""
-    before = {pool.name: pool.is_in_kubernetes for pool in old.pools}
-    source = new.source or Source("<settings>", new.folder)
-    return [
-        source.problem(
-            ("pools", number),
-            f"the members of {pool.name} cannot move between this machine and Kubernetes "
-            "while the router runs",
-            "give the new pool another name, or restart the router",
-        )
-        for number, pool in enumerate(new.pools)
-        if before.get(pool.name, pool.is_in_kubernetes) != pool.is_in_kubernetes
-    ]
 
 
 def _readiness(view: PoolView) -> str:

@@ -15,13 +15,13 @@ from .jsontext import Text
 __all__ = [
     "BadBody",
     "BodyFacts",
+    "encode_name",
     "inspect_closely",
     "inspect_json",
     "inspect_multipart",
     "model_span",
     "multipart_model_span",
     "plain_facts",
-    "replace_model",
 ]
 
 
@@ -160,12 +160,6 @@ def multipart_model_span(content_type: str, data: Text) -> tuple[int, int]:
         KeyError: the body has no ``model``.
     """
     return multipart.field_span(content_type, data, "model")
-
-
-def replace_model(data: Text, span: tuple[int, int], served_model: str) -> bytes:
-    """Return the body with the value at *span* replaced by *served_model*, and nothing else."""
-    begin, end = span
-    return b"".join((data[:begin], encode_name(served_model), data[end:]))
 
 
 def encode_name(name: str) -> bytes:

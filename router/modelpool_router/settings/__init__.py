@@ -6,7 +6,7 @@ flags; `verify` looks at the machine (commands, folders, ports); `compare` tells
 changes.
 """
 
-from .changes import Changes, PoolChange, compare, kept
+from .changes import Changes, PoolChange, compare, kept, moved
 from .loading import from_mapping, load, parse, reload
 from .machine import bind_error, find_program, read_secret, verify
 from .model import (
@@ -52,6 +52,7 @@ __all__ = [
     "from_mapping",
     "kept",
     "load",
+    "moved",
     "parse",
     "read_secret",
     "reload",

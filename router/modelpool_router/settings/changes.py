@@ -107,6 +107,22 @@ def compare(old: Settings, new: Settings) -> Changes:
     )
 
 
+def moved(old: Settings, new: Settings) -> list[Problem]:
+    """Return the problem of every pool whose members move into Kubernetes, or out of it."""
+    before = {pool.name: pool.is_in_kubernetes for pool in old.pools}
+    source = new.source or Source("<settings>", new.folder)
+    return [
+        source.problem(
+            ("pools", number),
+            f"the members of {pool.name} cannot move between this machine and Kubernetes "
+            "while the router runs",
+            "give the new pool another name, or restart the router",
+        )
+        for number, pool in enumerate(new.pools)
+        if before.get(pool.name, pool.is_in_kubernetes) != pool.is_in_kubernetes
+    ]
+
+
 def _pool_change(old: Pool, new: Pool) -> PoolChange | None:
     old_members = {member.name: member for member in old.members}
     new_members = {member.name: member for member in new.members}

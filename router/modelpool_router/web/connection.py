@@ -26,6 +26,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from . import head
 from .errors import ApiError, family_of, render
+from .front import MAX_BACKLOG
 from .request import Request
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ log = logging.getLogger("modelpool.web")
 
 _MAX_HEAD = 64 * 1024
 """Bytes of a head that comes in pieces."""
-_MAX_BACKLOG = 64 * 1024
-"""Bytes of pipelined requests kept unparsed behind those that wait for their turn."""
 
 _NO_HEADERS: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
 
@@ -168,7 +167,7 @@ class FrontConnection(web_protocol.RequestHandler):
             return
         if len(self._messages) >= self._max_msg_queue_size:
             self._backlog += data
-            if len(self._backlog) > _MAX_BACKLOG:
+            if len(self._backlog) > MAX_BACKLOG:
                 self._go_deaf()
             return
         if self._backlog:

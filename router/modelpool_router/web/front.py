@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .short import ShortExchange
 
 MAX_BACKLOG: Final = 64 * 1024
-"""Bytes of pipelined requests kept unread behind the one that is being answered."""
+"""Bytes of pipelined requests kept unread behind those that wait for their turn, on any front."""
 _BODY_LIMIT: Final = 64 * 1024  # as aiohttp: twice this much may wait to be read
 _COLLECTED: Final = 2 * _BODY_LIMIT
 _COLLECT_S: Final = 0.25

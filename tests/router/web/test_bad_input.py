@@ -423,7 +423,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
         host, port = router.address
         yield Front(host, port, None)
         runner.run(running.__aexit__(None, None, None))
-        assert (router.starts("m"), router.starts("m2")) == (1, 0)
+        # (once for the good requests, if they are among the tests that were asked for)
+        assert router.starts("m") <= 1
+        assert router.starts("m2") == 0
         log = router.log_path.read_text(encoding="utf-8")
         for secret in (CANARY, KEY, LIMITED_KEY, "SECRET"):
             assert secret not in log
