@@ -692,8 +692,9 @@ class ServedHere(Served):
 
     async def finish(self) -> None:
         """The end of a good test, as in `ServedProcess`."""
-        await self.until_quiet()
-        await self.stop()
+        if self.is_up:
+            await self.until_quiet()
+            await self.stop()
         await self.check_end()
 
     async def stop(self) -> None:

@@ -208,11 +208,11 @@ class Router:
         await _unless(hurry, asyncio.sleep(self.settings.shutdown_delay_s))
         self._server.close()
         left_s = max(0.0, deadline - loop.time())
-        await _unless(hurry, asyncio.wait_for(self._data_port.until_idle(), left_s))
+        await _unless(hurry, asyncio.wait_for(self._until_answered(), left_s))
         if not self._data_port.is_idle:
             self._dispatcher.end_all(BreakReason.SHUTDOWN)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._data_port.until_idle(), LAST_WORDS_S)
+                await asyncio.wait_for(self._until_answered(), LAST_WORDS_S)
         await self._front.shutdown(LAST_WORDS_S)
         self._client.close()
         await self._trimmer.close()
@@ -224,6 +224,11 @@ class Router:
             await self._leave_cluster()
             self._hub.close()
             await self._close_admin()
+
+    async def _until_answered(self) -> None:
+        """Return when nothing is under way, and clients have all that they were sent."""
+        await self._data_port.until_idle()
+        await self._front.until_sent()
 
     def _surface(self, settings: Settings) -> Surface:
         return assembly.surface(settings, self._upstream_keys, self._trimmer.note)

@@ -101,6 +101,7 @@ class FrontConnection(web_protocol.RequestHandler):
         "_head_bytes",
         "_latest_payload",
         "_phase",
+        "_socket",
     )
 
     def __init__(self, server: FrontServer, loop: asyncio.AbstractEventLoop) -> None:
@@ -124,6 +125,7 @@ class FrontConnection(web_protocol.RequestHandler):
         self._deaf = False  # nothing is parsed any more
         self._dropped = False  # and something may have been lost by that
         self._latest_payload: StreamReader = EMPTY_PAYLOAD
+        self._socket: asyncio.Transport | None = None  # until it is lost, closed or not
 
     # --- connection ------------------------------------------------------------------------------
 
@@ -134,17 +136,23 @@ class FrontConnection(web_protocol.RequestHandler):
             self._front.turn_away(transport)
             return
         super().connection_made(transport)
+        self._socket = transport
         self._front.watch(self, self._front.options.silent_s)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._front.unwatch(self)
-        self._backlog = b""
+        self._backlog, self._socket = b"", None
         super().connection_lost(exc)
 
     @property
     def ends(self) -> bool:
         """True when the answer under way is the last one here."""
         return self._front.draining or (self._dropped and not self._messages)
+
+    @property
+    def is_sending(self) -> bool:
+        """True while the client has yet to take a part of what was written."""
+        return self._socket is not None and self._socket.get_write_buffer_size() > 0
 
     def close_if_idle(self) -> None:
         """Close now unless a request is under way or its head has begun to arrive."""

@@ -104,6 +104,11 @@ class OwnConnection(BaseProtocol):
         """True when the answer under way is the last one here."""
         return self._server.draining or (self._deaf and not self._has_whole_request())
 
+    @property
+    def is_sending(self) -> bool:
+        """True while the client has yet to take a part of what was written."""
+        return self.transport is not None and self.transport.get_write_buffer_size() > 0
+
     def close_if_idle(self) -> None:
         """Close now unless a request is under way, or its body is on its way."""
         if self._running is None and not self._collected:
@@ -146,6 +151,9 @@ class OwnConnection(BaseProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._running is None and not (self._missing or self._deaf):
+            if self._backlog:
+                # (it comes between an answer and `_go_on` with what was kept meanwhile)
+                data, self._backlog = self._backlog + data, b""
             self._begin(data)
             return
         if self._deaf:

@@ -43,6 +43,7 @@ _DISTRUST = frozenset(
     {"invalid_framing", "invalid_host", "http_version_not_supported", "expectation_failed"}
 )
 """After these the two ends may disagree on where the next request begins."""
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +133,21 @@ class FrontServer(web.Server):
         Close idle connections, and let every answer from now on be the last of its connection.
 
         Stop accepting first, or go on accepting: what comes in still is served, and then closed.
+        So is what has arrived by now, unread: the sockets are looked at once more before any is
+        closed, for its client would get a reset in place of an answer.
         """
         self.draining = True
+        # (what the second call finds has been read by those that came between the two)
+        self._loop.call_soon(self._loop.call_soon, self._close_idle)
+
+    def _close_idle(self) -> None:
         for connection in self.connections:
             connection.close_if_idle()
+
+    async def until_sent(self) -> None:
+        """Return when every client has taken what was written for it, or is gone."""
+        while any(each.is_sending for each in self.connections):  # noqa: ASYNC110 # nobody tells
+            await asyncio.sleep(_LOOK_S)
 
     async def shutdown(self, timeout: float | None = None) -> None:
         """Wait for running handlers up to *timeout* seconds, cancel the rest, close everything."""

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from aiohttp import http_parser, web
 
+from bothloops import on_both_loops
 from fronts import is_own
 from modelpool_router.web.errors import ApiError
 from modelpool_router.web.front import OwnConnection
+from modelpool_router.web.intake import IntakeLimits
 from modelpool_router.web.request import Request
 from modelpool_router.web.server import (
     ParserMissing,
@@ -326,7 +328,100 @@ async def test_errors_of_handlers_carry_what_they_say() -> None:
     assert answer.header("x-a") == "b"
 
 
+# --- kept connections -----------------------------------------------------------------------------
+
+
+async def test_one_connection_for_all_kinds_of_requests() -> None:
+    """Whatever is asked, or refused, in between: answers come in order and leave nothing behind."""
+    around = (
+        (GET, 200),
+        (GET.replace(b"GET", b"HEAD", 1), 200),
+        (GET.replace(b"/v1/models", b"/nothing/here"), 404),
+        (GET.replace(b"/v1/models", b"/v1/models?a=b"), 200),
+        (P + b"Content-Length: 5\r\n\r\n[1,2]", 400),
+        (P.replace(b"chat", b"chatter") + b"Content-Length: 13\r\n\r\n" + J, 404),
+        (P.replace(AUTH, b"") + b"Content-Length: 13\r\n\r\n" + J, 401),
+        (P + b"Transfer-Encoding: chunked\r\n\r\nd\r\n" + J + b"\r\n0\r\n\r\n", 200),
+        (POST.replace(b"POST", b"PUT", 1), 405),
+    )
+    async with stub_front() as (front, stub, server):
+        async with RawClient(front.host, front.port) as client:
+            for request, status in around:
+                for sent, expected in ((POST, 200), (request, status), (POST, 200)):
+                    await client.send(sent)
+                    got = await client.answer(head=sent.startswith(b"HEAD"))
+                    assert (got.status, got.closing) == (expected, False), request
+            expects = P + b"Content-Length: 13\r\nExpect: 100-continue\r\n\r\n"
+            for _ in range(2):
+                await client.send(expects)
+                assert (await client.answer()).status == 100
+                await client.send(J)
+                assert (await client.answer()).status == 200
+                await client.send(POST)
+                assert (await client.answer()).status == 200
+            assert len(server.connections) == 1
+        assert set(stub.bodies) == {J}
+
+
+@pytest.mark.parametrize("head", [P, P.replace(AUTH, b"")], ids=["413", "401"])
+async def test_nothing_is_read_behind_a_body_that_was_not(head: bytes) -> None:
+    """What comes behind a refused head may be its body, whatever it looks like."""
+    async with stub_front(limits=IntakeLimits(max_body_bytes=100)) as (front, stub, server):
+        async with RawClient(front.host, front.port) as client:
+            await client.send(POST)
+            assert (await client.answer()).status == 200
+            await client.send(head + b"Content-Length: 5000\r\n\r\n" + POST + POST)
+            got = await client.answer()
+            assert (got.status, got.closing) == (401 if head != P else 413, True)
+            assert await client.ended() == b""
+        await until(lambda: not server.connections)
+        assert stub.bodies == [J]
+
+
+@pytest.mark.parametrize("cut", [1, 30, -3, 0])
+async def test_what_comes_together_with_an_answer_is_behind_what_was_kept(cut: int) -> None:
+    """The rest of a request arrives when the one before is answered, and its beginning waits."""
+    second, third = (
+        P + b"X-Request-Id: mine-%d\r\nContent-Length: 13\r\n\r\n" % number + J for number in (2, 3)
+    )
+    behind = second + third
+    at = cut if cut > 0 else len(second) + cut
+    async with stub_front() as (front, stub, server):
+        stub.hold = asyncio.Event()
+        async with RawClient(front.host, front.port) as client:
+            await client.send(POST)
+            await stub.arrived.wait()
+            [connection] = server.connections
+            connection.data_received(behind[:at])
+
+            stub.hold.set()
+            asyncio.get_running_loop().call_soon(connection.data_received, behind[at:])
+
+            got = [await client.answer() for _ in range(3)]
+            assert [each.status for each in got] == [200, 200, 200]
+            assert [each.header("x-request-id") for each in got[1:]] == ["mine-2", "mine-3"]
+
+
 # --- the end --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@on_both_loops
+async def test_what_has_arrived_when_draining_begins_is_answered(kept: bool) -> None:
+    """A connection with an unread request is not idle; closing it would be a reset."""
+    async with stub_front() as (front, _, server):
+        async with RawClient(front.host, front.port) as client:
+            await until(lambda: len(server.connections) == 1)
+            if kept:
+                await client.send(POST)
+                assert (await client.answer()).closing is False
+            await client.send(POST)  # (the server has had no turn yet to read it)
+
+            server.begin_drain()
+
+            got = await client.answer()
+            assert (got.status, got.closing) == (200, True)
+            assert await client.ended() == b""
 
 
 async def test_draining_closes_idle_connections_and_announces_the_rest() -> None:
