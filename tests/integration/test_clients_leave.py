@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +15,10 @@ from modelpool_router.web.short import ShortExchange
 from rawclient import RawClient
 from rawupstream import STREAM_HEAD, Link, SeenRequest, answer, chunk
 from scripted import Life, scripted, scripted_pool
-from served import Json, Served, ServedProcess, all_of, member, pool, served, served_here
+from served import LIMIT_S, Json, Served, ServedProcess, all_of, member, pool, served, served_here
 
 How = Literal["closes", "resets", "half-closes"]
 HOW: tuple[How, ...] = ("closes", "resets", "half-closes")
-AT_ONCE_S = 1.0
-"""How soon the upstream must be let go."""
 
 
 async def ask(router: Served, client: RawClient, model: str, **fields: Any) -> None:
@@ -31,8 +28,8 @@ async def ask(router: Served, client: RawClient, model: str, **fields: Any) -> N
     await client.send(head.encode() + body)
 
 
-def leave(client: RawClient, how: How) -> float:
-    """Go; return when."""
+def leave(client: RawClient, how: How) -> None:
+    """Go."""
     match how:
         case "closes":
             client.close()
@@ -40,7 +37,6 @@ def leave(client: RawClient, how: How) -> float:
             client.reset()
         case "half-closes":
             client.socket.shutdown(1)
-    return time.monotonic()
 
 
 async def seen_by(router: Served, name: str) -> list[Json]:
@@ -61,8 +57,12 @@ async def until_at_work(router: Served, name: str, *, tokens: int = 0, count: in
     await until(is_at_work, f"{name} at work")
 
 
-async def until_let_go(router: Served, name: str, left_at: float, *, count: int = 1) -> None:
-    """Wait until the member saw its clients go, and check that it was soon after *left_at*."""
+async def until_let_go(router: Served, name: str, *, count: int = 1) -> None:
+    """
+    Wait until the member saw its clients go.
+
+    All that is asked of it in these tests takes longer than this waits.
+    """
 
     async def is_let_go() -> bool:
         return all(
@@ -73,7 +73,6 @@ async def until_let_go(router: Served, name: str, left_at: float, *, count: int 
     await until(is_let_go, f"{name} let go")
     gone = [each["disconnected_at"] for each in await seen_by(router, name)]
     assert len([each for each in gone if each is not None]) == count
-    assert all(each - left_at < AT_ONCE_S for each in gone if each is not None)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -125,8 +124,9 @@ async def test_while_it_loads_the_load_goes_on(tmp_path: Path, how: How) -> None
             await router.until_held("alpha", 0)
         view = await router.until_resident("alpha")
         assert view["in_flight"] == 0
-        assert (await router.answered("alpha")).held_ms < 200
+        await router.answered("alpha")
         assert router.starts("alpha") == 1
+        assert len(await router.swaps()) == 1
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -140,8 +140,8 @@ async def test_before_the_first_byte_the_member_is_let_go(
         async with router.raw() as client:
             await ask(router, client, "alpha", stream=streamed, x_delay_ms=60_000)
             await until_at_work(router, "alpha")
-            left_at = leave(client, how)
-            await until_let_go(router, "alpha", left_at)
+            leave(client, how)
+            await until_let_go(router, "alpha")
         assert (await router.answered("beta")).member == "beta"
 
 
@@ -151,8 +151,8 @@ async def test_in_the_middle_of_a_stream_the_member_is_let_go(tmp_path: Path, ho
         async with router.raw() as client:
             await ask(router, client, "alpha", stream=True, x_chunks=10_000, x_gap_ms=10)
             await until_at_work(router, "alpha", tokens=3)
-            left_at = leave(client, how)
-            await until_let_go(router, "alpha", left_at)
+            leave(client, how)
+            await until_let_go(router, "alpha")
         line = await router.wait_for_log("request")
         assert (line["outcome"], line["status"]) == ("client_gone", 200)
         assert line["bytes"] > 300
@@ -170,8 +170,8 @@ async def test_a_client_that_stopped_reading_is_noticed_when_it_leaves(tmp_path:
             while sent != (sent := (await seen_by(router, "alpha"))[0]["tokens_sent"]):
                 await asyncio.sleep(0.1)
             assert sent < 2_000, "held back by the client, not read to its end"
-            left_at = leave(client, "resets")
-            await until_let_go(router, "alpha", left_at)
+            leave(client, "resets")
+            await until_let_go(router, "alpha")
 
 
 async def test_ten_that_give_up_do_not_keep_the_slot(tmp_path: Path) -> None:
@@ -185,13 +185,9 @@ async def test_ten_that_give_up_do_not_keep_the_slot(tmp_path: Path) -> None:
         await until_at_work(router, "alpha", count=10)
         waiting = router.begin(router.answered("beta"))
         await router.until_held("beta")
-        left_at = time.monotonic()
         for number, client in enumerate(clients):
             leave(client, HOW[number % 2])
-        await waiting
-        assert time.monotonic() - left_at < 3.0
-        crash = router.members.events("term", "alpha")
-        assert crash and crash[0]["t"] - left_at < AT_ONCE_S
+        await waiting  # held for less than those answers would have taken
         assert await router.metric("modelpool_requests_total", outcome="client_gone") == 10
 
 
@@ -250,7 +246,7 @@ async def test_as_its_answer_begins_nobody_is_left_with_it(
             await ask(router, client, "alpha")
             assert (await client.answer()).status == 200
             await ask(router, client, "alpha", which="last")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(LIMIT_S):
                 await let_go.wait()
         await router.wait_for_log("request", count=2)
         assert [line["outcome"] for line in router.log_lines("request")] == [

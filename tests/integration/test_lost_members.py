@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from fakemembers import is_alive
-from served import all_of, member, pool, served_here
+from served import LIMIT_S, all_of, member, pool, served_here
 
 
 async def test_an_idle_resident_that_dies_is_not_believed_in(tmp_path: Path) -> None:
-    async with served_here(tmp_path, pool(member("alpha"), member("beta"))) as router:
+    patient = member("alpha", keys={"stopGrace": "10m", "killGrace": "10m"})
+    async with served_here(tmp_path, pool(patient, member("beta"))) as router:
         await router.answered("alpha")
-        killed = time.monotonic()
         os.kill(router.members.events("start", "alpha")[0]["pid"], signal.SIGSEGV)
         await router.wait_for(lambda v: v["resident"] != "alpha", "the loss is noticed")
-        answer = await router.answered("beta")
-        assert answer.status == 200
-        assert router.time_of("start", "beta") - killed < 1.5  # no wait for what is gone already
+        await router.answered("beta")  # no wait for what is gone already
         # so soon after landing it counts as a failed load: it may not evict the others again
         refused = await router.chat("alpha")
         assert (refused.status, refused.code) == (503, "member_backoff")
@@ -72,8 +70,9 @@ async def test_a_dropped_connection_is_not_a_lost_member(tmp_path: Path) -> None
         stream = await router.whole_stream("alpha", x_chunks=9, x_drop_after=4)
         assert len(stream.texts) == 4
         assert stream.error is not None and not stream.is_complete
-        assert (await router.answered("alpha")).held_ms < 1000
+        await router.answered("alpha")
         assert router.starts("alpha") == 1
+        assert len(await router.swaps()) == 1
 
 
 async def test_a_member_that_ignores_term_is_killed(tmp_path: Path) -> None:
@@ -188,11 +187,10 @@ async def test_a_client_of_a_dead_stream_is_not_left_hanging(tmp_path: Path) -> 
         async with router.stream("alpha", x_chunks=100, x_gap_ms=20) as stream:
             await stream.tokens(2)
             os.kill(router.members.events("start", "alpha")[0]["pid"], signal.SIGKILL)
-            killed = time.monotonic()
             try:
-                await stream.rest()
+                async with asyncio.timeout(LIMIT_S):
+                    await stream.rest()
             except aiohttp.ClientPayloadError:
                 pytest.fail("a stream must end with an error event, not in the middle of nothing")
-        assert time.monotonic() - killed < 2.0
         assert stream.error is not None
         await router.answered("beta")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rawupstream import LAST_CHUNK, STREAM_HEAD, Link, SeenRequest, chunk
 from scripted import Life, Recorder, ServedScripted, scripted, scripted_member, scripted_pool
-from served import Json, all_of, learned
+from served import LIMIT_S, Json, all_of, learned
 
 
 def times(router: ServedScripted, *, load_s: float, unload_s: float = 0.002) -> None:
@@ -103,8 +103,7 @@ async def test_requests_in_every_phase_of_an_idle_unload_are_served(tmp_path: Pa
     async with scripted(tmp_path, pool) as router:
         times(router, load_s=0.005, unload_s=0.02)
         for _ in range(25):
-            answer = await router.answered("alpha")
-            assert answer.took_s < 2.0
+            await router.answered("alpha")  # one that was parked would be refused in the end
             await asyncio.sleep(dice.uniform(0.09, 0.14))
         loads = router.driver().count("landed")
         assert 2 <= loads <= 25, "some came in time and some did not"
@@ -201,9 +200,10 @@ async def test_a_mixed_queue_is_collated(tmp_path: Path) -> None:
 
 
 async def test_endless_demand_for_the_resident_starves_nobody(tmp_path: Path) -> None:
+    """Who waits is served while it goes on, because a turn ends and not because a hold does."""
     async with scripted(
         tmp_path,
-        scripted_pool("alpha", "gamma", maxTurn="300ms", linger="100ms"),
+        scripted_pool("alpha", "gamma", maxTurn="300ms", linger="100ms", swapBudget="10m"),
         answerer=Recorder(),
     ) as router:
         times(router, load_s=0.02)
@@ -216,10 +216,11 @@ async def test_endless_demand_for_the_resident_starves_nobody(tmp_path: Path) ->
         await router.answered("alpha")
         crowd = [router.begin(again_and_again()) for _ in range(3)]
         await router.wait_for(lambda v: v["in_flight"] > 0, "traffic")
-        waited = await router.answered("gamma")
+        async with asyncio.timeout(LIMIT_S):
+            waited = await router.answered("gamma")
         is_over = True
         await all_of(*crowd)
-        assert 250 <= waited.held_ms < 1000
+        assert waited.held_ms >= 250
 
 
 async def test_five_hundred_at_once_and_four_at_a_time(tmp_path: Path) -> None:
@@ -321,10 +322,15 @@ async def test_every_refusal_during_swaps_can_be_read(tmp_path: Path) -> None:
 
 
 async def test_after_a_crash_nothing_is_waited_for_that_is_there(tmp_path: Path) -> None:
-    """The memory of a crashed member is free already: its successor loads at once."""
+    """
+    The memory of a crashed member is free already: its successor loads at once.
+
+    Whatever a living one is granted lasts minutes here.
+    """
     engine = Recorder()
+    minutes = dict.fromkeys(("linger", "maxTurn", "drainTimeout", "swapBudget"), "10m")
     pool: Json = {
-        **scripted_pool(name="gpu0"),
+        **scripted_pool(name="gpu0", **minutes),
         "members": [scripted_member("alpha"), scripted_member("beta")],
     }
     async with scripted(tmp_path, pool, answerer=engine) as router:
@@ -332,4 +338,5 @@ async def test_after_a_crash_nothing_is_waited_for_that_is_there(tmp_path: Path)
         await router.answered("alpha")
         crashed = await router.chat("alpha", crash=True)
         assert (crashed.status, crashed.code) == (502, "upstream_reset")
-        assert (await router.answered("beta")).took_s < 0.05 + 0.5
+        async with asyncio.timeout(LIMIT_S):
+            await router.answered("beta")

@@ -20,7 +20,7 @@ from modelpool_router.web.short import ShortExchange, ShortWay
 from rawclient import RawAnswer, RawClient
 from rawupstream import LAST_CHUNK, STREAM_HEAD, Link, SeenRequest, answer, chunk
 from scripted import Life, ServedScripted, scripted, scripted_pool, settled
-from served import Json
+from served import LIMIT_S, Json
 
 ALPHA = MemberName("alpha")
 Script = Callable[[Life, Link, SeenRequest], Awaitable[bool]]
@@ -209,7 +209,7 @@ async def test_a_client_that_leaves_a_stream(tmp_path: Path, taken: list[ShortEx
         event = chunk(b"data: 1\n\n")
         size = len(await client._until(event)) + len(event)
         client.close()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(LIMIT_S):
             await gone.wait()
         line = await router.wait_for_log("request", count=2)
         assert (line["outcome"], line["status"], line["bytes"]) == ("client_gone", 200, size)
@@ -447,7 +447,7 @@ async def test_a_client_that_leaves(tmp_path: Path, taken: list[ShortExchange]) 
         await client.send(post())
         await settled(router, lambda: len(engine.seen) == 2, "the request at its member")
         client.close()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(LIMIT_S):
             await gone.wait()
         line = await router.wait_for_log("request", count=2)
         assert (line["outcome"], line["code"]) == ("client_gone", "client_gone")

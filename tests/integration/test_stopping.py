@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from modelpool_router.app.router import Addresses, Router
 from modelpool_router.drivers.base import DriverUnavailable
 from modelpool_router.settings import Address, load
 from modelpool_router.telemetry import configure_logs
-from served import member, pool, served, write_config
+from served import LIMIT_S, member, pool, served, write_config
 
 
 async def test_a_graceful_stop(tmp_path: Path) -> None:
@@ -48,18 +47,17 @@ async def test_a_graceful_stop(tmp_path: Path) -> None:
 
 
 async def test_a_second_signal_hurries(tmp_path: Path) -> None:
-    settings = {"shutdownDelay": "30s", "shutdownTimeout": "60s"}
+    settings = {"shutdownDelay": "10m", "shutdownTimeout": "10m"}
     async with served(tmp_path, pool(member("alpha"), member("beta")), **settings) as router:
         async with router.stream("alpha", x_chunks=100_000, x_gap_ms=20) as stream:
             await stream.tokens(2)
             router.signal(signal.SIGTERM)
             await router.wait_for_log("stopping")
-            began = time.monotonic()
             router.signal(signal.SIGTERM)
-            await stream.rest()
+            async with asyncio.timeout(LIMIT_S):
+                await stream.rest()
         assert stream.error is not None and not stream.is_complete
         assert await router.ended() == 0
-        assert time.monotonic() - began < 5.0
 
 
 @pytest.mark.parametrize("stage", ["answering", "taking down"])
@@ -67,7 +65,7 @@ async def test_a_second_signal_hurries_members_as_well(tmp_path: Path, stage: st
     """One that takes minutes to leave is killed; nothing is left, and a third signal is nothing."""
     keys = {"stopGrace": "10m", "killGrace": "10m"}
     stubborn = member("alpha", ignore_term="inf", keys=keys)
-    settings = {"shutdownDelay": "30s" if stage == "answering" else "0s"}
+    settings = {"shutdownDelay": "10m" if stage == "answering" else "0s"}
     async with served(tmp_path, pool(stubborn), **settings) as router:
         await router.answered("alpha")
         router.signal(signal.SIGTERM)
@@ -75,11 +73,9 @@ async def test_a_second_signal_hurries_members_as_well(tmp_path: Path, stage: st
             await router.wait_for_log("stopping")
         else:
             await router.members.wait_for("term", "alpha")
-        began = time.monotonic()
         for _ in range(2):
             router.signal(signal.SIGTERM)
         assert await router.ended() == 0
-        assert time.monotonic() - began < 10.0
         assert len(router.members.events("term", "alpha")) == 1
         assert router.log_lines("stopped")
         await router.until_lock_is_free()
@@ -144,26 +140,23 @@ async def test_what_outlasts_the_limit_is_told_so(tmp_path: Path) -> None:
 
 
 async def test_a_stop_while_a_member_loads(tmp_path: Path) -> None:
-    async with served(tmp_path, pool(member("alpha", load=30), member("beta"))) as router:
+    members = (member("alpha", load=600), member("beta"))
+    async with served(tmp_path, pool(*members), shutdownTimeout="10m") as router:
         held = router.begin(router.chat("alpha"))
         await router.wait_for(lambda v: v["state"] == "loading", "alpha loads")
-        began = time.monotonic()
         assert await router.terminate() == 0
-        assert time.monotonic() - began < 5.0
         assert (await held).code == "pool_draining"
 
 
 async def test_kept_connections_do_not_delay_the_end(tmp_path: Path) -> None:
-    async with served(tmp_path, pool(member("alpha")), shutdownTimeout="20s") as router:
+    async with served(tmp_path, pool(member("alpha")), shutdownTimeout="10m") as router:
         async with aiohttp.ClientSession() as kept, router.raw() as silent:
             async with kept.get(router.url + "/v1/models") as response:
                 assert response.status == 200
             await silent.send(b"GET /v1/mod")
             async with kept.get(router.admin + "/api/v1/events") as events:
                 assert await events.content.readline()
-                began = asyncio.get_running_loop().time()
                 assert await router.terminate() == 0
-                assert asyncio.get_running_loop().time() - began < 5.0
 
 
 @pytest.mark.usefixtures("own_signals")
