@@ -376,7 +376,7 @@ async def test_on_the_wire_a_gone_version_is_listed_again() -> None:
 
     done = asyncio.Event()
     async with stub(handler) as s:
-        async with following(s.client), asyncio.timeout(5):
+        async with following(s.client), asyncio.timeout(20):
             await done.wait()
 
     assert [seen.query.get("resourceVersion") for seen in s.seen][:4] == [None, "1", None, "3"]

@@ -76,7 +76,7 @@ async def test_given_a_listener_that_waits_when_a_note_comes_then_it_wakes(hub: 
         await asyncio.sleep(0)
         start(hub, 1)
 
-        event = await asyncio.wait_for(waiting, 5)
+        event = await asyncio.wait_for(waiting, 20)
 
     assert event is not None and event.kind == "swap_started"
 
@@ -175,7 +175,7 @@ async def test_given_the_end_when_listeners_wait_then_they_are_let_go(hub: Event
 
         hub.close()
 
-        assert await asyncio.wait_for(waiting, 5) is None
+        assert await asyncio.wait_for(waiting, 20) is None
         assert subscription.closed
     with hub.subscribe() as late:
         assert await asyncio.wait_for(late.next(), 5) is None

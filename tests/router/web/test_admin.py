@@ -77,7 +77,7 @@ class Admin:
             version="0.1.0",
             keepalive_s=keepalive_s,
         )
-        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=10)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=600)
         self.port = 0
 
     async def __aenter__(self) -> Admin:
@@ -482,7 +482,7 @@ async def test_given_watchers_when_the_router_stops_then_their_streams_end_at_on
         stopping = asyncio.get_running_loop().create_task(admin.runner.cleanup())
 
         assert await frames.ended()
-        await asyncio.wait_for(stopping, 5)
+        await asyncio.wait_for(stopping, 20)
 
 
 async def test_given_watchers_that_leave_when_others_come_then_there_is_room_again() -> None:
