@@ -22,11 +22,11 @@ from served import LIMIT_S, member, pool, served, write_config
 
 
 async def test_a_graceful_stop(tmp_path: Path) -> None:
-    settings = {"shutdownDelay": "700ms", "shutdownTimeout": "15s"}
+    settings = {"shutdownDelay": "3s", "shutdownTimeout": "30s"}
     async with served(tmp_path, pool(member("alpha"), member("beta")), **settings) as router:
         await router.answered("alpha")
         assert (await router.get("/readyz")).status == 200
-        async with router.stream("alpha", x_chunks=60, x_gap_ms=25) as stream:
+        async with router.stream("alpha", x_chunks=160, x_gap_ms=25) as stream:
             await stream.tokens(2)
             held = router.begin(router.chat("beta"))
             await router.until_held("beta")
@@ -40,7 +40,7 @@ async def test_a_graceful_stop(tmp_path: Path) -> None:
             assert (await router.answered("alpha")).status == 200
             assert (await router.chat("beta")).code == "pool_draining"
             await stream.rest()
-        assert (len(stream.texts), stream.is_complete) == (60, True)
+        assert (len(stream.texts), stream.is_complete) == (160, True)
         assert await router.ended() == 0
         assert [event["event"] for event in router.members.events()][-1] == "stopped"
         assert router.starts("beta") == 0
