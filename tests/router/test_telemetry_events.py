@@ -149,7 +149,7 @@ async def test_given_a_wait_that_is_cancelled_when_an_event_comes_then_it_is_not
         await asyncio.wait([waiting])
 
         assert waiting.cancelled()
-        event = await asyncio.wait_for(subscription.next(), 5)
+        event = await asyncio.wait_for(subscription.next(), 20)
         assert event is not None and event.fields["swap"] == 1
 
 
@@ -178,7 +178,7 @@ async def test_given_the_end_when_listeners_wait_then_they_are_let_go(hub: Event
         assert await asyncio.wait_for(waiting, 20) is None
         assert subscription.closed
     with hub.subscribe() as late:
-        assert await asyncio.wait_for(late.next(), 5) is None
+        assert await asyncio.wait_for(late.next(), 20) is None
 
 
 def test_given_a_swap_when_it_runs_and_ends_then_its_history_says_so(

@@ -798,7 +798,7 @@ async def test_a_container_that_dies_is_a_loss(bench: Bench) -> None:
 
     os.kill(tool.pid, signal.SIGKILL)
 
-    await until(lambda: bool(bench.losses), "the loss is noticed", within_s=5.0)
+    await until(lambda: bool(bench.losses), "the loss is noticed", within_s=15.0)
     assert bench.losses[0][1] == "port_closed"
 
 

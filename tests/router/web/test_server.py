@@ -92,7 +92,7 @@ async def test_a_client_that_leaves_is_noticed_however_much_it_pipelined(
             await client.send(GET * behind)
             assert stub.held == 1
             leave(client)
-            await asyncio.wait_for(stub.left.wait(), 1)
+            await asyncio.wait_for(stub.left.wait(), 20)
         await until(lambda: not server.connections)
         assert stub.held == 0
         assert stub.ledger.held_bytes == 0
@@ -108,7 +108,7 @@ async def test_a_client_with_a_big_body_behind_a_held_request_is_noticed() -> No
             await stub.arrived.wait()
             await client.send(P + b"Content-Length: 5000000\r\n\r\n" + b" " * 5_000_000)
             client.close()
-            await asyncio.wait_for(stub.left.wait(), 1)
+            await asyncio.wait_for(stub.left.wait(), 20)
 
 
 async def test_a_big_body_behind_a_held_request_costs_the_connection_only() -> None:
@@ -461,7 +461,7 @@ async def test_shutdown_cancels_what_does_not_end_in_time() -> None:
             await client.send(POST)
             await stub.arrived.wait()
             await server.shutdown(0.05)
-            await asyncio.wait_for(stub.left.wait(), 1)
+            await asyncio.wait_for(stub.left.wait(), 20)
             assert await client.ended() == b""
 
 
