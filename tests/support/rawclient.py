@@ -63,7 +63,11 @@ class RawClient:
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.get_running_loop().sock_connect(self._socket, (host, port))
+        try:
+            await asyncio.get_running_loop().sock_connect(self._socket, (host, port))
+        except BaseException:
+            self.close()
+            raise
         return self
 
     async def __aexit__(

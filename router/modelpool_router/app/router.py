@@ -227,8 +227,10 @@ class Router:
 
     async def _until_answered(self) -> None:
         """Return when nothing is under way, and clients have all that they were sent."""
-        await self._data_port.until_idle()
-        await self._front.until_sent()
+        await self._front.until_free()
+        while not self._data_port.is_idle:
+            await self._data_port.until_idle()
+            await self._front.until_free()
 
     def _surface(self, settings: Settings) -> Surface:
         return assembly.surface(settings, self._upstream_keys, self._trimmer.note)

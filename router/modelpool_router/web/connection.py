@@ -150,7 +150,7 @@ class FrontConnection(web_protocol.RequestHandler):
         return self._front.draining or (self._dropped and not self._messages)
 
     @property
-    def is_sending(self) -> bool:
+    def is_engaged(self) -> bool:
         """True while the client has yet to take a part of what was written."""
         return self._socket is not None and self._socket.get_write_buffer_size() > 0
 

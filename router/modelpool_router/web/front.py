@@ -105,9 +105,12 @@ class OwnConnection(BaseProtocol):
         return self._server.draining or (self._deaf and not self._has_whole_request())
 
     @property
-    def is_sending(self) -> bool:
-        """True while the client has yet to take a part of what was written."""
-        return self.transport is not None and self.transport.get_write_buffer_size() > 0
+    def is_engaged(self) -> bool:
+        """True while a body that is waited for here comes in, or a part of an answer goes out."""
+        transport = self.transport
+        if transport is None:
+            return False
+        return bool(self._collected) or transport.get_write_buffer_size() > 0
 
     def close_if_idle(self) -> None:
         """Close now unless a request is under way, or its body is on its way."""

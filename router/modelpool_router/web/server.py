@@ -144,9 +144,14 @@ class FrontServer(web.Server):
         for connection in self.connections:
             connection.close_if_idle()
 
-    async def until_sent(self) -> None:
-        """Return when every client has taken what was written for it, or is gone."""
-        while any(each.is_sending for each in self.connections):  # noqa: ASYNC110 # nobody tells
+    @property
+    def is_engaged(self) -> bool:
+        """Whether some client has yet to take what was written, or is about to be answered."""
+        return any(each.is_engaged for each in self.connections)
+
+    async def until_free(self) -> None:
+        """Return when no connection is engaged."""
+        while self.is_engaged:  # noqa: ASYNC110 # nobody tells when a transport's buffer is empty
             await asyncio.sleep(_LOOK_S)
 
     async def shutdown(self, timeout: float | None = None) -> None:

@@ -38,6 +38,10 @@ class PipedResponse(web.StreamResponse):
         """Whether another request may come on this connection."""
         return self._stays_open
 
+    def force_close(self) -> None:
+        """Let it be the last answer of its connection."""
+        self._stays_open = False
+
     async def prepare(self, request: ClientSide) -> AbstractStreamWriter | None:
         """Do nothing that is not said in `finish`."""
         self.finish()
