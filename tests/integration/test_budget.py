@@ -16,6 +16,7 @@ async def held_ms(router: Served, request_id: str) -> float:
     return float(line["held_ms"])
 
 
+@pytest.mark.usefixtures("either_client")
 async def test_the_budget_ends_the_hold_and_the_load_goes_on(tmp_path: Path) -> None:
     slow = member("alpha", load=3.0, keys={"expectedLoad": "20s"})
     async with served_here(tmp_path, pool(slow, member("beta"), swapBudget="1s")) as router:

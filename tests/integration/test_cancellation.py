@@ -144,6 +144,7 @@ class Engine:
         return True
 
 
+@pytest.mark.usefixtures("closing_clients")
 @pytest.mark.parametrize("front", ["plain", "other"])
 @pytest.mark.parametrize("when", ["while it waits", "as it wakes"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)

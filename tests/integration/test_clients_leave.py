@@ -24,8 +24,9 @@ HOW: tuple[How, ...] = ("closes", "resets", "half-closes")
 async def ask(router: Served, client: RawClient, model: str, **fields: Any) -> None:
     """Send a request and read nothing."""
     body = json.dumps(router.body(model, **fields)).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
-    await client.send(head.encode() + body)
+    last = "Connection: close\r\n" if router.clients_close else ""
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n{last}Content-Length: {len(body)}\r\n"
+    await client.send(head.encode() + b"\r\n" + body)
 
 
 def leave(client: RawClient, how: How) -> None:
@@ -96,6 +97,7 @@ async def test_while_held_no_useless_swap_begins(tmp_path: Path, how: How) -> No
         assert await router.metric("modelpool_requests_total", outcome="client_gone") == 1
 
 
+@pytest.mark.usefixtures("either_client")
 async def test_while_admission_is_closed_for_it_admission_reopens(tmp_path: Path) -> None:
     """The turn had ended already; whoever came for the resident meanwhile is served by it."""
     async with served_here(tmp_path, pool(member("alpha"), member("beta"), maxTurn="0s")) as router:
@@ -174,6 +176,7 @@ async def test_a_client_that_stopped_reading_is_noticed_when_it_leaves(tmp_path:
             await until_let_go(router, "alpha")
 
 
+@pytest.mark.usefixtures("either_client")
 async def test_ten_that_give_up_do_not_keep_the_slot(tmp_path: Path) -> None:
     """Non-streamed answers nobody waits for would run to their end and keep the other waiting."""
     members = (member("alpha", parallel=10), member("beta"))

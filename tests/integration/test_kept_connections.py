@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fronts import give_routers
 from rawclient import BadAnswer, RawClient
 from rawupstream import LAST_CHUNK, STREAM_HEAD, Link, SeenRequest, answer, chunk
 from scripted import Life, ServedScripted, scripted, scripted_pool, settled
+from served import ClientKind, clients_that
 
 
 @pytest.fixture(params=["own", "aiohttp"], autouse=True)
@@ -174,3 +175,22 @@ async def test_what_arrives_with_the_end_of_the_delay_is_answered(
                 got = await client.answer()
                 assert (got.status, got.closing) == (200, True)
             await stop
+
+
+@pytest.mark.parametrize("kind", ["keep", "close"])
+async def test_clients_of_these_tests_are_what_they_say(tmp_path: Path, kind: ClientKind) -> None:
+    """All of them keep connections where nothing else is said, and so see the own front."""
+    with clients_that(kind) if kind == "close" else nullcontext():
+        async with scripted(tmp_path, scripted_pool("alpha"), answerer=Engine()) as router:
+            connections = set()
+            for _ in range(3):
+                got = await router.chat("alpha")
+                assert (got.status, got.headers.get("Connection") == "close") == (
+                    200,
+                    kind == "close",
+                )
+                connections.update(router.router._front.connections)
+            if kind == "keep":
+                assert len(connections) == 1
+            else:
+                await settled(router, lambda: not router.router._front.connections, "closed ones")

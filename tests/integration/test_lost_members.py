@@ -57,6 +57,7 @@ async def test_a_resident_that_dies_with_others_waiting(tmp_path: Path) -> None:
         await other
 
 
+@pytest.mark.usefixtures("either_client")
 async def test_a_crash_before_any_byte_of_an_answer(tmp_path: Path) -> None:
     async with served_here(tmp_path, pool(member("alpha"), member("beta"))) as router:
         await router.answered("alpha")
@@ -182,6 +183,7 @@ def free_memory(lock: Path) -> list[str]:
     return [sys.executable, "-S", "-E", "-c", look, str(lock)]
 
 
+@pytest.mark.usefixtures("either_client")
 async def test_a_client_of_a_dead_stream_is_not_left_hanging(tmp_path: Path) -> None:
     async with served_here(tmp_path, pool(member("alpha"), member("beta"))) as router:
         async with router.stream("alpha", x_chunks=100, x_gap_ms=20) as stream:

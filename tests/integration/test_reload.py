@@ -22,6 +22,7 @@ def set_knob(router: Served, name: str, knob: str, value: object) -> None:
     router.member_config(name)["command"] += [f"--{knob}", str(value)]
 
 
+@pytest.mark.usefixtures("either_client")
 async def test_reload_by_signal_under_traffic(tmp_path: Path) -> None:
     members = (member("alpha"), member("beta", chunks=8), member("gamma"))
     async with served(tmp_path, pool(*members), reloadPoll="off") as router:

@@ -108,6 +108,7 @@ async def test_a_stopped_engine_that_nobody_uses_is_replaced(
         assert await router.metric("modelpool_resident_lost_total", member="alpha") == 1
 
 
+@pytest.mark.usefixtures("either_client")
 async def test_a_stream_that_stops_is_ended(tmp_path: Path) -> None:
     async with served_here(
         tmp_path, pool(member("alpha"), member("beta")), readStall="300ms"

@@ -21,6 +21,7 @@ from modelpool_router.telemetry import configure_logs
 from served import LIMIT_S, member, pool, served, write_config
 
 
+@pytest.mark.usefixtures("either_client")
 async def test_a_graceful_stop(tmp_path: Path) -> None:
     settings = {"shutdownDelay": "3s", "shutdownTimeout": "30s"}
     async with served(tmp_path, pool(member("alpha"), member("beta")), **settings) as router:
@@ -124,6 +125,7 @@ async def test_a_stop_waits_for_what_never_had_to_wait(tmp_path: Path) -> None:
         assert await router.ended() == 0
 
 
+@pytest.mark.usefixtures("either_client")
 async def test_what_outlasts_the_limit_is_told_so(tmp_path: Path) -> None:
     settings = {"shutdownTimeout": "600ms"}
     async with served(tmp_path, pool(member("alpha"), member("beta")), **settings) as router:

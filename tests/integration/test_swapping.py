@@ -34,6 +34,7 @@ async def test_a_stream_ends_by_itself_before_its_member_leaves(
         assert router.starts("alpha") == 1
 
 
+@pytest.mark.usefixtures("either_client")
 async def test_an_answer_in_one_piece_ends_before_its_member_leaves(tmp_path: Path) -> None:
     async with served_here(tmp_path, pool(member("alpha"), member("beta"), maxTurn="0s")) as router:
         began = time.monotonic()
@@ -47,6 +48,7 @@ async def test_an_answer_in_one_piece_ends_before_its_member_leaves(tmp_path: Pa
         assert router.time_of("start", "beta") > router.time_of("stopped", "alpha")
 
 
+@pytest.mark.usefixtures("either_client")
 async def test_newcomers_wait_once_the_turn_has_ended(tmp_path: Path) -> None:
     """Who asks for the incumbent while it drains is served by it after the other's turn."""
     async with served_here(tmp_path, pool(member("alpha"), member("beta"), maxTurn="0s")) as router:

@@ -18,11 +18,11 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -50,6 +50,9 @@ LIMIT_S = 20.0
 
 Json = dict[str, Any]
 T = TypeVar("T")
+ClientKind = Literal["keep", "close"]
+"""Whether clients keep connections, as most do, or say ``Connection: close`` each time."""
+_clients: ClientKind = "keep"
 
 
 def member(
@@ -260,6 +263,8 @@ class Served:
         self.may_clash = False
         """Set by tests in which a member is expected to find the lock taken."""
         self.is_up = False
+        self.clients_close = _clients == "close"
+        """Whether `session` says that each request is the last of its connection."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sent: set[str] = set()
         self._count = 0
@@ -793,9 +798,20 @@ async def _ending(router: ServedProcess | ServedHere) -> AsyncIterator[None]:
             await router.finish()
 
 
+@contextmanager
+def clients_that(kind: ClientKind) -> Iterator[None]:
+    """Let the clients of routers that are started inside be of that *kind*, see `ClientKind`."""
+    global _clients
+    before, _clients = _clients, kind
+    try:
+        yield
+    finally:
+        _clients = before
+
+
 def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        connector=aiohttp.TCPConnector(limit=0, force_close=_clients == "close"),
         timeout=aiohttp.ClientTimeout(total=None, sock_read=60.0),
         auto_decompress=False,
         read_bufsize=2**16,
