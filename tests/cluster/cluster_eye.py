@@ -1,14 +1,15 @@
-"""An eye on Pods that never blinks: who lived at the same time as whom."""
+"""An eye on Pods that never blinks unseen: who lived at the same time as whom."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
-from cluster_kubectl import Kubectl, Object, changes
+from cluster_kubectl import Kubectl, KubectlFailed, Object, changes
 from cluster_objects import member_of
 
 
@@ -23,7 +24,8 @@ class Together:
         pool_of: Returns the pool of a member; members of different pools may live together.
 
     Attributes:
-        overlaps: Pool and two members of it that lived at the same time.
+        overlaps: Pool and two members of it that lived at the same time; of a member with two Pods
+            its name twice.
         forgotten: UIDs of Pods that a person has declared gone.
         seen: Members that had a live Pod, in order.
     """
@@ -35,9 +37,11 @@ class Together:
         self._pool_of = pool_of
         self._alive: dict[str, str] = {}
 
-    def begin(self) -> None:
-        """Forget who is alive: whoever still is will be told again."""
+    def begin(self, pods: Iterable[Object]) -> None:
+        """Take *pods* for all that there are."""
         self._alive.clear()
+        for pod in pods:
+            self.take("ADDED", pod)
 
     def take(self, change: str, pod: Object) -> None:
         """Take in one event."""
@@ -52,7 +56,7 @@ class Together:
         self.seen.append(name)
         self._alive[uid] = name
         for other_uid, other in self._alive.items():
-            if other_uid in self.forgotten or other == name:
+            if other_uid in (uid, *self.forgotten):
                 continue
             if self._pool_of(other) == self._pool_of(name):
                 self.overlaps.append((self._pool_of(name), other, name))
@@ -60,22 +64,30 @@ class Together:
 
 class PodEye(Together):
     """
-    A watch of the Pods of one namespace, begun anew whenever it ends.
+    A watch of the Pods of one namespace, from before the constructor returns.
+
+    A watch that ends is taken up where it ended. Where the API server does not know any more what
+    has happened since (it was restarted), the eye was blind for a while.
 
     Args of the constructor:
         kubectl: The cluster.
         namespace: Where.
         pool_of: See `Together`.
+
+    Attributes:
+        gaps: How often it was blind for a while.
     """
 
     def __init__(
         self, kubectl: Kubectl, namespace: str, pool_of: Callable[[str], str] = lambda name: ""
     ) -> None:
         super().__init__(pool_of)
+        self.gaps = 0
         self._kubectl = kubectl
-        self._namespace = namespace
+        self._path = f"/api/v1/namespaces/{namespace}/pods"
         self._is_closed = False
         self._process: subprocess.Popen[str] | None = None
+        self._version = self._list()
         self._reading = threading.Thread(target=self._look)
         self._reading.start()
 
@@ -87,17 +99,45 @@ class PodEye(Together):
             self._process.terminate()
         self._reading.join()
 
+    def _list(self) -> str:
+        listed = json.loads(self._kubectl("get", "--raw", self._path))
+        self.begin(listed["items"])
+        return str(listed["metadata"]["resourceVersion"])
+
     def _look(self) -> None:
+        is_blind = False
         while not self._is_closed:
-            with self._kubectl.watch("pods", "-n", self._namespace) as self._process:
-                if self._is_closed:
-                    self._process.terminate()  # `close` has seen the one before
-                # Whatever is still there is told first; what is not told is gone.
-                self.begin()
-                assert self._process.stdout is not None
-                for change, pod in changes(self._process.stdout):
-                    self.take(change, pod)
+            if not is_blind and not self._is_told():
+                is_blind = True
+                self.gaps += 1
+            if is_blind:
+                with suppress(KubectlFailed):
+                    self._version = self._list()
+                    is_blind = False
             time.sleep(0.2)  # the API server may be away
+
+    def _is_told(self) -> bool:
+        """Take in what happens from the last known version on; False when that is too old."""
+        query = f"watch=1&allowWatchBookmarks=1&resourceVersion={self._version}"
+        with subprocess.Popen(
+            [str(self._kubectl.program), "get", "--raw", f"{self._path}?{query}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=self._kubectl.environ(),
+            text=True,
+        ) as self._process:
+            assert self._process.stdout is not None
+            assert self._process.stderr is not None
+            if self._is_closed:
+                self._process.terminate()  # `close` has seen the one before
+            for change, pod in changes(self._process.stdout):
+                if change == "ERROR":
+                    self._process.terminate()
+                    return False
+                if change != "BOOKMARK":
+                    self.take(change, pod)
+                self._version = str(pod["metadata"]["resourceVersion"])
+            return "too old" not in self._process.stderr.read()
 
 
 def is_over(pod: Object) -> bool:
@@ -114,13 +154,26 @@ def is_over(pod: Object) -> bool:
 
 @contextmanager
 def never_two(
-    kubectl: Kubectl, namespace: str, pool_of: Callable[[str], str] = lambda name: ""
+    kubectl: Kubectl,
+    namespace: str,
+    pool_of: Callable[[str], str] = lambda name: "",
+    *,
+    may_be_blind: bool = False,
 ) -> Iterator[PodEye]:
-    """Watch all the while; insist that no two members of a pool lived at the same time."""
+    """
+    Watch all the while; insist that no two Pods of a pool's members lived at the same time.
+
+    Args:
+        kubectl: The cluster.
+        namespace: Where.
+        pool_of: See `Together`.
+        may_be_blind: Whether the test stops the API server on purpose.
+    """
     eye = PodEye(kubectl, namespace, pool_of)
     try:
         yield eye
     finally:
         eye.close()
     assert eye.overlaps == []
+    assert may_be_blind or eye.gaps == 0, f"the watch was blind {eye.gaps} times"
     assert eye.seen, "nothing was watched"

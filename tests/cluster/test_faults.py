@@ -189,6 +189,23 @@ def test_two_members_at_once_are_seen() -> None:
     assert eye.seen == ["a", "b"]
 
 
+def test_two_pods_of_one_member_are_seen() -> None:
+    eye = Together()
+    eye.take("ADDED", pod("1", "a"))
+    eye.take("MODIFIED", pod("1", "a"))
+    eye.take("ADDED", pod("2", "a"))
+    assert eye.overlaps == [("", "a", "a")]
+
+
+def test_what_is_not_listed_any_more_is_gone() -> None:
+    eye = Together()
+    eye.take("ADDED", pod("1", "a"))
+    eye.begin([pod("2", "b")])
+    assert eye.overlaps == []
+    eye.begin([pod("2", "b"), pod("3", "a")])
+    assert eye.overlaps == [("", "b", "a")]
+
+
 @pytest.mark.parametrize(
     "end",
     [("DELETED", pod("1", "a")), ("MODIFIED", pod("1", "a", "Failed", ended=True))],

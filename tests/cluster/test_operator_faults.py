@@ -194,6 +194,7 @@ class Story:
     answers: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     overlaps: list[tuple[str, str, str]] = field(default_factory=list)
     pods_seen: int = 0
+    gaps: int = 0
     took: dict[str, float] = field(default_factory=dict)
 
 
@@ -267,6 +268,7 @@ class Telling:
         self._note("everything was served")
         self._eye.close()
         story.overlaps, story.pods_seen = self._eye.overlaps, len(self._eye.seen)
+        story.gaps = self._eye.gaps
         print(*(f"{at:6.1f} s  {what}" for what, at in story.took.items()), sep="\n")
         return story
 
@@ -496,4 +498,5 @@ def test_a_fresh_router_serves_what_the_operator_has_left(story: Story) -> None:
 
 def test_never_two(story: Story) -> None:
     assert story.overlaps == []
+    assert story.gaps == 0
     assert story.pods_seen >= len(ROUTED) * 2 + len(COLD)
