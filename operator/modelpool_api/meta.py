@@ -76,6 +76,17 @@ class Rule:
     """Path of the field, from where the rule stands: ``.default``."""
 
 
+def first_culprit(items: str, item: str, fault: str, says: str) -> str:
+    """
+    Return CEL for the message about the first of the list *items* for which *fault* holds.
+
+    *fault* and *says* are CEL about the variable *item*. Each item's message is made first and the
+    right one is picked then, because the server knows how long the strings of a list's items can
+    be, but not of those that a filter has let through, and refuses to join what has no bound.
+    """
+    return f"{items}.map({item}, {fault} ? {says} : '').filter(text, text != '')[0]"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
     """How a value is bounded in a CRD, beyond what its Python type says."""

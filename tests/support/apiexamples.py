@@ -164,7 +164,7 @@ EXAMPLES = [
         "two members have the same name",
         put(".members[1].inferenceServiceRef.name", "coder"),
         at=".spec.members",
-        says=("same name", "another `name`"),
+        says=('the same name "coder"', "another `name`"),
     ),
     bad(
         "ModelPool",
@@ -200,11 +200,11 @@ EXAMPLES = [
     ),
     bad(
         "InferenceService",
-        ".spec.env",
+        ".spec.env[]",
         "has value and valueFrom",
         put(".env[1].value", "2"),
-        at=".spec.env",
-        says=("value and valueFrom", "keep one"),
+        at=".spec.env[1]",
+        says=('"B" has value and valueFrom', "keep one"),
     ),
     bad(
         "ModelRouter",
@@ -271,7 +271,7 @@ EXAMPLES = [
         put(".roles[1].size", 1),
         name=LONG,
         at=".spec.roles",
-        says=("<metadata.name>-<role>", "63", "shorten"),
+        says=('the Service of role "server"', "<metadata.name>-<role>", "63", "shorten"),
     ),
     bad(
         "ModelDeployment",
@@ -280,7 +280,7 @@ EXAMPLES = [
         put(".roles[0].replicas", 1000),
         name="a" * 49,
         at=".spec.roles",
-        says=("-r<replica>-m<member>", "63", "fewer replicas"),
+        says=('members of role "server"', "-r<replica>-m<member>", "63", "fewer replicas"),
     ),
     bad(
         "ModelDeployment",
@@ -339,7 +339,7 @@ EXAMPLES = [
         put(".roles[1].name", "third"),
         update=True,
         at=".spec.roles",
-        says=("added, removed or renamed", "restore the names"),
+        says=('role "third" was added, or renamed', "restore the names", "create another"),
     ),
     bad(
         "ModelDeployment",
@@ -348,7 +348,7 @@ EXAMPLES = [
         put(".roles[1]", None),
         update=True,
         at=".spec.roles",
-        says=("added, removed or renamed", "restore the names"),
+        says=('role "second" was removed', "restore the names", "create another"),
     ),
     bad(
         "ModelDeployment",
@@ -366,7 +366,7 @@ EXAMPLES = [
         "roles of kind Server",
         put(".roles[1].kind", "Decode"),
         at=".spec.roles",
-        says=("beside Prefill or Decode", "one Prefill and one Decode"),
+        says=('role "server": ', "beside Prefill or Decode", "one Prefill and one Decode"),
     ),
     bad(
         "ModelDeployment",
@@ -375,7 +375,7 @@ EXAMPLES = [
         put(".roles[0].kind", "Decode"),
         put(".roles[1].kind", "Decode"),
         at=".spec.roles",
-        says=("at most one Prefill and one Decode", "more replicas"),
+        says=('role "server" is not the only one of kind Decode', "more replicas"),
     ),
     bad(
         "ModelDeployment",
@@ -383,7 +383,7 @@ EXAMPLES = [
         "a role is named like the Service",
         put(".roles[1].name", "server-r0"),
         at=".spec.roles",
-        says=("<role>-r<number>", "rename"),
+        says=('role "server-r0" is named like', "<role>-r<number>", "rename"),
     ),
     bad(
         "ModelDeployment",
@@ -455,6 +455,6 @@ EXAMPLES = [
         "sliceCores without sliceMemory",
         put(".accelerator.sliceMemory", None),
         at=".spec.accelerator",
-        says=("name the resource key", "remove sliceCores"),
+        says=('sliceCores "example.org/cores"', "name the resource key", "remove sliceCores"),
     ),
 ]

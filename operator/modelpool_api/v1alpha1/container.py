@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from ..meta import ApiModel, OpenObject, Quantity, ServiceName, list_map, listing, node, text
+from ..meta import (
+    ApiModel,
+    OpenObject,
+    Quantity,
+    Rule,
+    ServiceName,
+    list_map,
+    listing,
+    node,
+    text,
+)
 
 Word = Annotated[str, text(8192)]
 """One argument of a command."""
@@ -44,8 +54,17 @@ class ResourceAmounts(ApiModel):
     """What must be free on the node; as in limits where unset."""
 
 
+ENV_ONE_SOURCE = Rule(
+    rule="!(has(self.value) && has(self.valueFrom))",
+    message="an entry of env has value and valueFrom; keep one of them",
+    shown="'variable \"' + self.name + '\" has value and valueFrom; keep one of them'",
+)
+
+
 class EnvVar(ApiModel):
     """One environment variable."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (ENV_ONE_SOURCE,)
 
     name: Annotated[str, text(253, 1, "^[^=]+$")]
     """Name of the variable."""

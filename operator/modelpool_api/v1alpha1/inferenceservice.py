@@ -40,10 +40,6 @@ SERVICE_NAME_FITS = Rule(
     shown="'metadata.name \"' + self.metadata.name + '\" must be a DNS label of at most 63 "
     "characters that begins with a letter, because the Service is named so; choose another one'",
 )
-ENV_ONE_SOURCE = Rule(
-    rule="self.all(e, !(has(e.value) && has(e.valueFrom)))",
-    message="an entry of env has value and valueFrom; keep one of them",
-)
 
 
 class Accelerator(StrEnum):
@@ -67,7 +63,7 @@ class InferenceServiceSpec(ApiModel):
     """Program and arguments in place of the image's entry point."""
     args: Command = ()
     """Arguments of the program."""
-    env: Annotated[Env, node(ENV_ONE_SOURCE)] = ()
+    env: Env = ()
     """Environment variables."""
     port: Port = 8080
     """Port that the engine listens on; the Service has the same."""

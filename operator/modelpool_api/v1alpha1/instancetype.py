@@ -27,6 +27,9 @@ SLICES_TOGETHER = Rule(
     rule="has(self.sliceMemory) || !has(self.sliceCores)",
     message="sliceCores without sliceMemory: a slice is a share of memory first; name the resource "
     "key of the memory percentage in sliceMemory, or remove sliceCores",
+    shown="'sliceCores \"' + self.sliceCores + '\" without sliceMemory: a slice is a share of "
+    "memory first; name the resource key of the memory percentage in sliceMemory, or remove "
+    "sliceCores'",
 )
 CARDS_NEED_A_KEY = Rule(
     rule="!has(self.capacity) || !has(self.capacity.cards) || self.capacity.cards == 0"

@@ -19,6 +19,7 @@ from ..meta import (
     Quantity,
     Rule,
     Timestamp,
+    first_culprit,
     list_map,
     listing,
     node,
@@ -92,10 +93,27 @@ NO_FABRIC = _unsupported(
     ".interface",
     "fabric interfaces and native RDMA are not rendered",
 )
+_ROLES_FROZEN = (
+    "the set of roles is part of which deployment this is; restore the names, or create another "
+    "ModelDeployment"
+)
 ROLE_SET_FROZEN = Rule(
     rule="size(self) == size(oldSelf) && self.all(n, oldSelf.exists(o, o.name == n.name))",
-    message="a role was added, removed or renamed, but the set of roles is part of which "
-    "deployment this is; restore the names, or create another ModelDeployment",
+    message=f"a role was added, removed or renamed, but {_ROLES_FROZEN}",
+    shown="self.all(n, oldSelf.exists(o, o.name == n.name)) ? "
+    + first_culprit(
+        "oldSelf",
+        "o",
+        "!self.exists(n, n.name == o.name)",
+        f"'role \"' + o.name + '\" was removed, but {_ROLES_FROZEN}'",
+    )
+    + " : "
+    + first_culprit(
+        "self",
+        "n",
+        "!oldSelf.exists(o, o.name == n.name)",
+        f"'role \"' + n.name + '\" was added, or renamed to that, but {_ROLES_FROZEN}'",
+    ),
 )
 _KIND_FROZEN = (
     "cannot be changed, and a patch that leaves kind out means Server; restore it, or create "
@@ -107,20 +125,47 @@ ROLE_KIND_FROZEN = Rule(
     shown=f"'kind \"' + self.kind + '\": the kind of role \"' + self.name + '\" {_KIND_FROZEN}'",
     at=".kind",
 )
+_KINDS_APART = (
+    "cannot stand beside Prefill or Decode; use Server roles alone, or one Prefill and one Decode "
+    "role"
+)
 KINDS_FIT = Rule(
     rule="!(self.exists(a, a.kind == 'Server') && self.exists(b, b.kind != 'Server'))",
-    message="roles of kind Server cannot stand beside Prefill or Decode; use Server roles alone, "
-    "or one Prefill and one Decode role",
+    message=f"roles of kind Server {_KINDS_APART}",
+    shown=first_culprit(
+        "self",
+        "r",
+        "r.kind == 'Server'",
+        f"'role \"' + r.name + '\": roles of kind Server {_KINDS_APART}'",
+    ),
 )
 ONE_OF_A_KIND = Rule(
     rule="size(self.filter(r, r.kind == 'Prefill')) <= 1"
     " && size(self.filter(r, r.kind == 'Decode')) <= 1",
     message="at most one Prefill and one Decode role; give the existing one more replicas",
+    shown=first_culprit(
+        "self",
+        "r",
+        "(r.kind == 'Prefill' || r.kind == 'Decode')"
+        " && size(self.filter(other, other.kind == r.kind)) > 1",
+        "'role \"' + r.name + '\" is not the only one of kind ' + r.kind + "
+        "'; at most one Prefill and one Decode role, so give one of them more replicas and remove "
+        "the other'",
+    ),
+)
+_LIKE_A_REPLICA = (
+    "is named like the Service of a replica of another role (<role>-r<number>), and the two "
+    "Services would collide as soon as that role has several members; rename one"
 )
 NAMES_APART = Rule(
     rule="self.all(a, self.all(b, !b.name.matches('^' + a.name + '-r[0-9]+$')))",
-    message="a role is named like the Service of a replica of another role (<role>-r<number>), and "
-    "the two Services would collide as soon as that role has several members; rename one",
+    message=f"a role {_LIKE_A_REPLICA}",
+    shown=first_culprit(
+        "self",
+        "b",
+        "self.exists(a, b.name.matches('^' + a.name + '-r[0-9]+$'))",
+        f"'role \"' + b.name + '\" {_LIKE_A_REPLICA}'",
+    ),
 )
 NAME_FITS = Rule(
     rule="self.metadata.name.matches('^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$')",
@@ -129,18 +174,39 @@ NAME_FITS = Rule(
     shown="'metadata.name \"' + self.metadata.name + '\" must be a DNS label of at most 63 "
     "characters that begins with a letter, because Services are named so; choose another one'",
 )
+_SERVICE_NAME_FITS = "size(self.metadata.name) + size(r.name) + 1 <= 63"
+_SERVICE_NAME = (
+    "is named <metadata.name>-<role>, which must not exceed 63 characters; shorten the name of the "
+    "role, or of the deployment"
+)
 SERVICE_NAMES_FIT = Rule(
-    rule="self.spec.roles.all(r, size(self.metadata.name) + size(r.name) + 1 <= 63)",
-    message="the Service of a role is named <metadata.name>-<role>, which must not exceed 63 "
-    "characters; shorten the name of the role, or of the deployment",
+    rule=f"self.spec.roles.all(r, {_SERVICE_NAME_FITS})",
+    message=f"the Service of a role {_SERVICE_NAME}",
+    shown=first_culprit(
+        "self.spec.roles",
+        "r",
+        f"!({_SERVICE_NAME_FITS})",
+        f"'the Service of role \"' + r.name + '\" {_SERVICE_NAME}'",
+    ),
     at=".spec.roles",
 )
+_MEMBER_NAME_FITS = (
+    "r.size == 1 || size(self.metadata.name) + size(r.name) + "
+    "size(string(r.replicas > 0 ? r.replicas - 1 : 0)) + size(string(r.size - 1)) + 5 <= 63"
+)
+_MEMBER_NAME = (
+    "are named <metadata.name>-<role>-r<replica>-m<member>, which must not exceed 63 characters, "
+    "the limit of a host name; shorten the role, shorten the deployment, or ask for fewer replicas"
+)
 MEMBER_NAMES_FIT = Rule(
-    rule="self.spec.roles.all(r, r.size == 1 || size(self.metadata.name) + size(r.name) + "
-    "size(string(r.replicas > 0 ? r.replicas - 1 : 0)) + size(string(r.size - 1)) + 5 <= 63)",
-    message="members are named <metadata.name>-<role>-r<replica>-m<member>, which must not exceed "
-    "63 characters, the limit of a host name; shorten the role, shorten the deployment, or ask for "
-    "fewer replicas",
+    rule=f"self.spec.roles.all(r, {_MEMBER_NAME_FITS})",
+    message=f"members {_MEMBER_NAME}",
+    shown=first_culprit(
+        "self.spec.roles",
+        "r",
+        f"!({_MEMBER_NAME_FITS})",
+        f"'members of role \"' + r.name + '\" {_MEMBER_NAME}'",
+    ),
     at=".spec.roles",
 )
 _OWNED = "set by the operator, also for roles with their own command; use another name"

@@ -18,6 +18,7 @@ from ..meta import (
     Rule,
     Timestamp,
     duration,
+    first_culprit,
     list_map,
     listing,
     node,
@@ -52,10 +53,21 @@ ONE_REF = Rule(
     f"({_COUNT} == 0 ? 'no reference' : 'more than one reference') + '; keep exactly one of "
     "inferenceServiceRef, modelDeploymentRef, deploymentRef and statefulSetRef'",
 )
+_NAMED_ONCE = f"self.exists_one(b, {_name_of('a')} == {_name_of('b')})"
+_OWN_NAMES = (
+    "a member's name is its `name`, or its reference's: remove one, or give one of them another "
+    "`name`"
+)
 UNIQUE_MEMBERS = Rule(
-    rule=f"self.all(a, self.exists_one(b, {_name_of('a')} == {_name_of('b')}))",
-    message="two members have the same name; a member's name is its `name`, or its reference's: "
-    "remove one, or give one of them another `name`",
+    rule=f"self.all(a, {_NAMED_ONCE})",
+    message=f"two members have the same name; {_OWN_NAMES}",
+    shown=first_culprit(
+        "self",
+        "a",
+        f"!{_NAMED_ONCE}",
+        f"'two members have the same name \"' + {_name_of('a')} + "
+        f"'\"; {_OWN_NAMES.replace(chr(39), chr(92) + chr(39))}'",
+    ),
 )
 DEFAULT_IS_MEMBER = Rule(
     rule=f"!has(self.default) || self.members.exists(m, {_name_of('m')} == self.default)",
