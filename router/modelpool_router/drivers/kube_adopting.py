@@ -35,6 +35,7 @@ class Adopting(Unloading):
         deadline: float | None = None
         keep: KubeMember | None = None
         taking_down = False
+        untouched = False
 
         def check() -> None:
             if self._is_closed:
@@ -47,16 +48,17 @@ class Adopting(Unloading):
                 parallels[name] = await self._reported_parallel(member, address_of(pod), port)
 
         async def attempt() -> str | None:
-            nonlocal record, deadline, keep, taking_down
+            nonlocal record, deadline, keep, taking_down, untouched
             if self._keeper.frozen:
                 return self._keeper.frozen
             if not self._has_seen_members():
                 return "the members were not seen yet"
             self._judge_members()
             async with self._act:
-                if not self._invalid and record is None:
+                untouched = bool(self._invalid or self._contested())
+                if not untouched and record is None:
                     record = self._keeper.record or SlotRecord()
-                if self._invalid:
+                if untouched:
                     await self._adopt_untouched(found)
                     await ask_parallels()
                     return None if self._keeper.is_held else _LOST
@@ -120,7 +122,7 @@ class Adopting(Unloading):
             life = self._lives[name] = Life(self._members[name])
             self._begin_life(life, pod, port, parallels[name])
         self._is_adopted = True
-        if not self._invalid:
+        if not untouched:
             names = list(found)
             kept = prefer if prefer in names else (str(names[0]) if names else None)
             if kept is not None:
@@ -133,11 +135,11 @@ class Adopting(Unloading):
                 self._correct(member)
 
     async def _adopt_untouched(self, found: dict[MemberName, tuple[Json, int]]) -> None:
-        """Find the resident of a pool whose members are not all in order: nothing is written."""
+        """Find the resident of a pool that is not in order, or contested: nothing is written."""
         found.clear()
         owner = self._keeper.record.owner if self._keeper.record else None
         for member in self._members.values():
-            for pod in self._watch.pods_of(member):
+            for pod in await self._pods_now(member):
                 port = member.port or port_of(pod)
                 if port is None or not address_of(pod) or loss_of(pod, life_of(pod)) is not None:
                     continue

@@ -17,7 +17,7 @@ from modelpool_kube.lease import LeaseKeeper, LeaseLost, micro_time
 from modelpool_kube.port import ClusterPort
 from modelpool_kube.record import Frozen, SlotRecord
 from modelpool_kube.slot import EpochBegun, SlotActuator
-from modelpool_kube.slotrules import ForeignChanges
+from modelpool_kube.slotrules import ForeignChanges, Member
 from modelpool_kube.watch import Notice
 
 from ..core.events import Idleness
@@ -111,6 +111,8 @@ class SlotBook:
         self._held_since = 0.0
         self._invalid = ""
         self._changes: dict[MemberName, ForeignChanges] = {}
+        self._scalers: dict[Member, str | None] = {}
+        """HorizontalPodAutoscalers on members, as they were seen last."""
         self._scaling: set[MemberName] = set()
         self._put_off: list[tuple[Kind, Notice]] = []
         """Changes that came while we were scaling: whose they are is known afterwards."""

@@ -27,8 +27,8 @@ class Life:
     """Its scaling up was acknowledged, in an epoch that still counts."""
     is_stopping: bool = False
     is_lost: bool = False
-    before: frozenset[str] = frozenset()
-    """UIDs of Pods that were there before it."""
+    before: frozenset[str] | None = None
+    """UIDs of Pods that were there before it; None = nobody has looked yet."""
     is_watched: bool = False
     """The watch has shown its Pod, so that it means something when it shows it no more."""
     lives: Lives = field(default_factory=lambda: Lives("", 0))

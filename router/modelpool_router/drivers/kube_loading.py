@@ -66,6 +66,8 @@ class Loading(Moving):
                         life.waits_for = f"{other.name} is not gone: {found.detail}"
                         return f"cannot start {member}: {life.waits_for}"
                 self._fail_if_over(life)
+                if life.before is None:
+                    life.before = frozenset(map(uid, await self._pods_before(life.spec)))
                 await self._scale(life.spec, begun, up=True)
             life.is_scaled = True
             return None
@@ -129,8 +131,15 @@ class Loading(Moving):
             if pulse.is_set():
                 await asyncio.sleep(self._limits.settle_s)
 
+    async def _pods_before(self, member: KubeMember) -> list[Json]:
+        """Return the Pods that are there before a load: what became of them is none of its."""
+        if self._watch.has_seen_pods(member):
+            return self._watch.pods_of(member)
+        return await self._pods_now(member)
+
     def _fail_on_trouble(self, life: Life) -> None:
-        pods = [pod for pod in self._watch.pods_of(life.spec) if uid(pod) not in life.before]
+        before = life.before or frozenset()
+        pods = [pod for pod in self._watch.pods_of(life.spec) if uid(pod) not in before]
         trouble = load_trouble(pods) or self._unschedulable(life.spec, pods)
         if trouble is not None:
             life.is_lost = True

@@ -75,6 +75,8 @@ class Moving(Standing):
             try:
                 if not self._keeper.is_held:
                     since = None
+                elif not self._has_seen_scalers():
+                    since, pause_s = None, self._limits.look_again_s
                 else:
                     waits_for = await attempt()
                     if waits_for is None:

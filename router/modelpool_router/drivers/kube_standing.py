@@ -87,6 +87,10 @@ class Standing(SlotBook):
         """Whether every member was looked for; of former ones our Role may not let us see all."""
         return all(map(self._watch.has_seen, self._members.values()))
 
+    def _has_seen_scalers(self) -> bool:
+        """Whether it is known who else scales the members: until then none is written."""
+        return all(map(self._watch.has_seen_scalers, self._members.values()))
+
     def _judge_members(self) -> None:
         """Look for members that are missing or cannot be members, as the watches show them."""
         if not self._has_seen_members():
@@ -141,7 +145,9 @@ class Standing(SlotBook):
     def _contested(self) -> str:
         now = self._loop.time()
         for member in self._members.values():
-            scaler = self._watch.autoscaler_of(member)
+            if self._watch.has_seen_scalers(member):
+                self._scalers[member.slot_member] = self._watch.autoscaler_of(member)
+            scaler = self._scalers.get(member.slot_member)
             if scaler is not None:
                 return (
                     f"HorizontalPodAutoscaler {scaler} scales {member}; delete it, "

@@ -154,7 +154,7 @@ class Unloading(Loading):
         epoch = 0 if record is None else record.epoch
         found = await self._actuator.look_gone(spec.slot_member, epoch=epoch)
         if isinstance(found, Gone):
-            return self._watch.object_of(spec) is None
+            return self._watch.has_seen(spec) and self._watch.object_of(spec) is None
         return found.reason in ("MemberMissing", "MemberShared")
 
     async def _unmark_all(self) -> None:

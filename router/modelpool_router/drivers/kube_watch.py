@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator
 
+from modelpool_kube.errors import Forbidden
 from modelpool_kube.kinds import (
     AUTOSCALERS,
     DEPLOYMENTS,
@@ -110,6 +111,20 @@ class PoolWatch:
         """Whether *member* was looked for at least once."""
         reflector = self._reflectors.get((member.object_kind, member.namespace, member.target))
         return reflector is not None and reflector.synced.is_set()
+
+    def has_seen_pods(self, member: KubeMember) -> bool:
+        """Whether the Pods of *member*, and what owns them, were looked for at least once."""
+        return all(self._is_known(key) for key in _keys(member) if key[0] != AUTOSCALERS)
+
+    def has_seen_scalers(self, member: KubeMember) -> bool:
+        """Whether it is known who scales *member* beside us, or may not be known to us."""
+        return self._is_known((AUTOSCALERS, member.namespace, ""))
+
+    def _is_known(self, key: _Key) -> bool:
+        reflector = self._reflectors.get(key)
+        if reflector is None:
+            return False
+        return reflector.synced.is_set() or isinstance(reflector.trouble, Forbidden)
 
     def object_of(self, member: KubeMember) -> Json | None:
         """Return the object that the pool names."""

@@ -22,7 +22,7 @@ from contextlib import suppress
 
 from modelpool_api.names import SLOT_ANNOTATION
 from modelpool_kube.errors import KubeError
-from modelpool_kube.kinds import MEMBER_KINDS, PODS, Kind, annotation, uid
+from modelpool_kube.kinds import MEMBER_KINDS, PODS, Kind, annotation
 from modelpool_kube.lease import LeaseLost
 from modelpool_kube.port import ClusterPort
 from modelpool_kube.record import Frozen, read_mark
@@ -165,9 +165,7 @@ class KubernetesDriver(Adopting):
                 life = None
             if life is None:
                 self._refuse_company(member)
-                spec = self._members[member]
-                before = frozenset(uid(pod) for pod in self._watch.pods_of(spec))
-                life = self._lives[member] = Life(spec, before=before)
+                life = self._lives[member] = Life(self._members[member])
             if not life.is_scaled:
                 await self._scale_up(life)
         return life.endpoint or await self._wait_until_ready(life)
