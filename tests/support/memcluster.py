@@ -76,6 +76,8 @@ class Write:
     name: str
     before: Json | None
     after: Json | None
+    given: str = ""
+    """Version or UID that it was conditional on; empty: none."""
 
     @property
     def change(self) -> Change:
@@ -332,6 +334,7 @@ class MemCluster:
         before = self._existing(kind, namespace, name)
         asked = patch.get("metadata") or {}
         wanted = version if version is not None else asked.get("resourceVersion")
+        given = wanted or ""
         if wanted is not None and wanted != before["metadata"]["resourceVersion"]:
             raise errors.Conflict(
                 "the object has been modified; please apply your changes to the latest version",
@@ -344,7 +347,7 @@ class MemCluster:
             after = {**before, "status": merged(before.get("status"), patch.get("status"))}
             if not after["status"]:
                 after.pop("status")
-            return self._store("status", kind, namespace, name, before, after, actor)
+            return self._store("status", kind, namespace, name, before, after, actor, given)
         after = copied(merged(before, patch))  # what was not patched is shared otherwise
         for key in _OWNED_BY_SERVER:
             if after["metadata"].get(key) != before["metadata"].get(key):
@@ -374,8 +377,8 @@ class MemCluster:
             and not _finalizers(after)
             and not _waits_for_kubelet(kind, after)
         ):
-            return self._store("remove", kind, namespace, name, before, None, actor)
-        return self._store("patch", kind, namespace, name, before, after, actor)
+            return self._store("remove", kind, namespace, name, before, None, actor, given)
+        return self._store("patch", kind, namespace, name, before, after, actor, given)
 
     def _delete(
         self,
@@ -394,6 +397,7 @@ class MemCluster:
             version is not None and version != now["resourceVersion"]
         ):
             raise errors.Conflict("precondition failed", code=409, reason="Conflict")
+        given = uid or version or ""
         after = copied(before)
         grace = 0
         if kind == PODS and before.get("spec", {}).get("nodeName"):
@@ -412,9 +416,9 @@ class MemCluster:
             if "generation" in now:
                 after["metadata"]["generation"] = now["generation"] + 1
         if _finalizers(after) or _waits_for_kubelet(kind, after):
-            self._store("delete", kind, namespace, name, before, after, actor)
+            self._store("delete", kind, namespace, name, before, after, actor, given)
         else:
-            self._store("remove", kind, namespace, name, before, None, actor)
+            self._store("remove", kind, namespace, name, before, None, actor, given)
 
     def _admitted(self, kind: Kind, obj: Json, before: Json | None) -> Json:
         admit = self.admit.get(kind)
@@ -429,6 +433,7 @@ class MemCluster:
         before: Json | None,
         after: Json | None,
         actor: str,
+        given: str = "",
     ) -> Json:
         if after is not None and after == before:
             return copied(after)  # as an API server, which writes nothing then
@@ -441,7 +446,7 @@ class MemCluster:
         else:
             del self._objects[kind][where, name]
         self._history[kind, where, name].append((self.version, after))
-        write = Write(self.version, actor, verb, kind, where, name, before, after)
+        write = Write(self.version, actor, verb, kind, where, name, before, after, given)
         self.writes.append(write)
         for watcher in self._watchers:
             watcher.see(write)

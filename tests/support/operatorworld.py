@@ -3,7 +3,7 @@ A cluster with pools in it and operators at work, on the virtual clock of the lo
 
 `OperatorWorld.run` lets everything move until nothing does: controllers and kubelet of
 `memcontrollers`, and every operator process that lives. Time jumps to whatever is due next.
-After every single write the invariants of slots are checked; see `check_write`.
+After every single write the invariants of slots are checked; see `operatorworld_checks`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import conditionspage
 import memroles
 from memcluster import MemCluster, MemPort, Request, Write
-from memcontrollers import World, deployment, is_finished, runs
+from memcontrollers import World, deployment, runs
 from modelpool_api.names import (
     OPERATOR_MANAGER,
     RECORD_ANNOTATION,
-    SLOT_ANNOTATION,
     lease_name,
 )
 from modelpool_kube.errors import KubeError
@@ -31,18 +30,13 @@ from modelpool_kube.kinds import (
     EVENTS,
     INFERENCE_SERVICES,
     LEASES,
-    MEMBER_KINDS,
     MODEL_POOLS,
     MODEL_ROUTERS,
     PODS,
-    REPLICASETS,
-    STATEFULSETS,
     Json,
     Kind,
     annotation,
-    controller_of,
 )
-from modelpool_kube.record import read_mark
 from modelpool_operator.engine.acting import Actor, Key
 from modelpool_operator.engine.events import EventRecorder
 from modelpool_operator.engine.observe import Observer
@@ -52,6 +46,7 @@ from modelpool_operator.engine.reconcilers import (
     ServiceReconciler,
 )
 from modelpool_operator.engine.sessions import SlotSessions
+from operatorworld_checks import OperatorChecks, is_renewal, member_of_pod, up
 
 NS = "lab"
 IMAGE = "modelpool:test"
@@ -85,18 +80,6 @@ class Members:
                 slots = [{"id": 0, "is_processing": name in self.busy}]
                 return 200, json.dumps(slots).encode()
         return None
-
-
-def member_of_pod(cluster: MemCluster, pod: Json) -> str:
-    """Return the name of the Deployment or StatefulSet that *pod* belongs to."""
-    owner = controller_of(pod)
-    if owner is None:
-        return ""
-    if owner["kind"] == "ReplicaSet":
-        found = cluster.read(REPLICASETS, pod["metadata"]["namespace"], owner["name"])
-        above = None if found is None else controller_of(found)
-        return "" if above is None else str(above["name"])
-    return str(owner["name"])
 
 
 class Process:
@@ -175,6 +158,7 @@ class OperatorWorld:
     cluster: MemCluster = field(init=False)
     world: World = field(init=False)
     members: Members = field(init=False)
+    checks: OperatorChecks = field(init=False)
     processes: list[Process] = field(default_factory=list)
     outsiders: set[str] = field(default_factory=lambda: {"test", "router"})
     violations: list[str] = field(default_factory=list)
@@ -184,6 +168,7 @@ class OperatorWorld:
         self.cluster = MemCluster(clock=asyncio.get_running_loop().time)
         self.world = World(self.cluster, gpus=self.gpus)
         self.members = Members(self.cluster)
+        self.checks = OperatorChecks(self.cluster, self.members.busy, is_operator)
         self.cluster.after_write.append(self.check_write)
         self.cluster.after_write.append(conditionspage.check_write)
 
@@ -306,7 +291,7 @@ class OperatorWorld:
 
     def up(self) -> set[str]:
         """Return the members of which a Pod holds a device."""
-        return {member_of_pod(self.cluster, pod) for pod in self.cluster.all(PODS) if runs(pod)}
+        return up(self.cluster)
 
     def events(self) -> list[str]:
         """Return the reasons of all Events, in order."""
@@ -321,9 +306,7 @@ class OperatorWorld:
         return [
             each
             for each in self.cluster.writes
-            if each.version > since
-            and each.actor.startswith(("operator", "first", "second"))
-            and not _is_renewal(each)
+            if each.version > since and is_operator(each.actor) and not is_renewal(each)
         ]
 
     # A router that only holds its Lease
@@ -352,92 +335,16 @@ class OperatorWorld:
         return allowed
 
     def check_write(self, write: Write) -> None:
-        """Check S1, S2, S8, S9 and S10 of one write."""
-        if write.actor in self.outsiders:
-            return
-        for problem in self._problems(write):
-            self.violations.append(problem)
-            raise AssertionError(problem)
-
-    def _problems(self, write: Write) -> Iterable[str]:
-        if not write.actor.startswith(("operator", "first", "second")):
-            return
-        if write.kind == LEASES:
-            yield from _record_problems(write)
-            return
-        if write.kind not in (*MEMBER_KINDS.values(), DEPLOYMENTS, STATEFULSETS):
-            return
-        if write.before is None or write.after is None or write.verb == "status":
-            return
-        if controller_of(write.before) is not None:
-            return  # a child of ours
-        before, after = _wants(write.before), _wants(write.after)
-        stranger = _without_ours(write.before) != _without_ours(write.after)
-        if stranger and write.kind != MODEL_POOLS:
-            yield f"S10: {write.actor} changed more of {write.name} than its scale and mark"
-        if before == after:
-            return
-        mark = read_mark(annotation(write.after, SLOT_ANNOTATION))
-        if mark is None:
-            if write.kind != INFERENCE_SERVICES:
-                yield f"S9: {write.name} was scaled without a mark"
-            return
-        pool = mark.slot.lease.removeprefix("modelpool-")
-        if self.record(pool).get("epoch") != mark.epoch:
-            yield f"S9: {write.name} was scaled in epoch {mark.epoch} and the record has another"
-        if after < before and write.name in self.members.busy:
-            yield f"S2: {write.name} was unloaded while it worked"
-        if after > before:
-            yield from self._others_up(write.name, pool)
-
-    def _others_up(self, name: str, pool: str) -> Iterable[str]:
-        found = self.cluster.must(MODEL_POOLS, NS, pool)
-        listed = set()
-        for each in found["spec"]["members"]:
-            listed |= {ref["name"] for key, ref in each.items() if key.endswith("Ref")}
-        for pod in self.cluster.all(PODS):
-            other = member_of_pod(self.cluster, pod)
-            if other in listed and other != name and not is_finished(pod):
-                yield f"S1: {name} was started and {other} still has {pod['metadata']['name']}"
+        """Check one write; see `OperatorChecks`."""
+        found = self.checks.problems(write)  # looks at what others write, too
+        if found and write.actor not in self.outsiders:
+            self.violations += found
+            raise AssertionError("; ".join(found))
 
 
-def _is_renewal(write: Write) -> bool:
-    if write.kind != LEASES or write.before is None or write.after is None:
-        return False
-    old, new = write.before, write.after
-    notes = old["metadata"].get("annotations") == new["metadata"].get("annotations")
-    return bool(notes and old["spec"].get("holderIdentity") == new["spec"].get("holderIdentity"))
-
-
-def _wants(obj: Json) -> int:
-    spec = obj.get("spec", {})
-    if "suspend" in spec:
-        return 0 if spec["suspend"] else 1
-    return int(spec.get("replicas", 1))
-
-
-def _without_ours(obj: Json) -> Json:
-    meta = obj["metadata"]
-    notes = {k: v for k, v in (meta.get("annotations") or {}).items() if k != SLOT_ANNOTATION}
-    spec = {k: v for k, v in obj.get("spec", {}).items() if k not in ("replicas", "suspend")}
-    return {"notes": notes, "labels": meta.get("labels"), "spec": spec}
-
-
-def _record_problems(write: Write) -> Iterable[str]:
-    if write.before is None or write.after is None:
-        return
-    texts = [annotation(each, RECORD_ANNOTATION) for each in (write.before, write.after)]
-    if texts[0] is None or texts[0] == texts[1]:
-        return
-    if texts[1] is None:
-        yield "S8: the record was removed"
-        return
-    old, new = json.loads(texts[0]), json.loads(texts[1])
-    if new["epoch"] < old["epoch"]:
-        yield f"S8: the epoch went from {old['epoch']} to {new['epoch']}"
-    lost = set(old) - set(new)
-    if lost:
-        yield f"S8: fields of others were lost: {sorted(lost)}"
+def is_operator(actor: str) -> bool:
+    """Return whether *actor* is an operator."""
+    return actor.startswith(("operator", "first", "second"))
 
 
 __all__ = ["IMAGE", "NS", "OPERATOR_MANAGER", "Members", "OperatorWorld", "Process"]
