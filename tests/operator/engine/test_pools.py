@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from memcluster import Write
 from memcontrollers import GPU, Part
 from modelpool_api.names import FINALIZER, SLOT_ANNOTATION, SLOT_APPLIED_ANNOTATION
 from modelpool_kube import errors
@@ -234,10 +235,16 @@ async def test_given_a_resident_without_idle_probe_then_the_operator_never_unloa
     assert world.members.asked == []
 
 
-async def test_given_there_and_back_by_hand_then_two_are_never_ready_at_once(
-    world: OperatorWorld,
-) -> None:
-    world.gpus = 1
+async def test_given_one_accelerator_when_scaled_there_and_back_then_two_never_hold_it() -> None:
+    world = OperatorWorld(gpus=1)
+    at_once: list[set[str]] = []
+    asked: list[int] = []
+
+    def count(write: Write) -> None:
+        at_once.append(world.up())
+        asked.append(sum(world.replicas().values()))
+
+    world.cluster.after_write.append(count)
     await pair(world, up="judge")
 
     scale(world, "coder", 1)
@@ -246,6 +253,14 @@ async def test_given_there_and_back_by_hand_then_two_are_never_ready_at_once(
     await world.run(until=resident(world, "judge"))
 
     assert world.replicas() == {"coder": 0, "judge": 1}
+    assert {frozenset(each) for each in at_once} == {
+        frozenset(),
+        frozenset({"coder"}),
+        frozenset({"judge"}),
+    }
+    assert max(asked) == 2  # the second one waited for the first to end
+    await world.close()
+    assert not world.violations
 
 
 # Members that cannot take turns
