@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,16 @@ import pytest
 import yaml
 
 from crdcheck import Admission, evaluate
+from manifestfiles import MANIFESTS, ROOT, documents, objects, one, rendered
 from modelpool_api.v1alpha1 import ModelRouter
 from modelpool_kube.kinds import MODEL_ROUTERS, Json
-from modelpool_operator.plan.model import Owner
-from modelpool_operator.plan.modelrouter import _RENDERED, CHILDREN, ObservedRouter, rules
+from modelpool_operator.plan.modelrouter import rules
 from operatorworld import NS, OperatorWorld
 
-ROOT = Path(__file__).parents[2]
-MANIFESTS = ROOT / "manifests"
 CHART = MANIFESTS / "helm" / "modelpool"
 OURS = "modelpool.dev/v1alpha1"
 FOREIGN = {"monitoring.coreos.com/v1", "kueue.x-k8s.io/v1beta1", "kueue.x-k8s.io/v1beta2"}
 """Kinds of others, whose schemas are not at hand."""
-
-
-def documents(path: Path) -> list[Json]:
-    """Return the objects in a file."""
-    return [each for each in yaml.safe_load_all(path.read_text("utf-8")) if each]
 
 
 def all_files() -> list[Path]:
@@ -40,30 +32,6 @@ def all_files() -> list[Path]:
         for path in MANIFESTS.rglob("*.yaml")
         if path.name != "kustomization.yaml" and "helm" not in path.parts
     )
-
-
-def objects(folder: str) -> list[Json]:
-    """Return the objects that a kustomization is made of."""
-    where = MANIFESTS / folder
-    found: list[Json] = []
-    for each in documents(where / "kustomization.yaml")[0]["resources"]:
-        path = (where / each).resolve()
-        if path.is_dir():
-            found += objects(str(path.relative_to(MANIFESTS)))
-        else:
-            found += documents(path)
-    return found
-
-
-def one(folder: str, kind: str, name: str = "") -> Json:
-    """Return the one object of *kind*."""
-    found = [
-        each
-        for each in objects(folder)
-        if each["kind"] == kind and name in ("", each["metadata"]["name"])
-    ]
-    assert len(found) == 1
-    return found[0]
 
 
 @pytest.mark.parametrize("path", all_files(), ids=lambda path: str(path.relative_to(MANIFESTS)))
@@ -101,7 +69,11 @@ def test_given_a_kustomization_then_all_it_names_exists_and_nothing_is_left_out(
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not there")
 @pytest.mark.parametrize(
-    "folder", ["base", "samples", "samples/modeldeployment", "monitoring", "network"]
+    "folder",
+    [
+        *("base", "samples", "samples/modeldeployment", "samples/own-file"),
+        *("monitoring", "network"),
+    ],
 )
 def test_given_a_kustomization_then_kubectl_builds_it(folder: str) -> None:
     done = subprocess.run(
@@ -118,67 +90,6 @@ def test_given_a_kustomization_then_kubectl_builds_it(folder: str) -> None:
     assert sorted((e["kind"], e["metadata"]["name"]) for e in built) == sorted(
         (e["kind"], e["metadata"]["name"]) for e in expected
     )
-
-
-# Restricted Pod security
-
-
-def breaches(spec: Json) -> Iterator[str]:
-    """Yield what of the restricted profile of Pod security *spec* breaks."""
-    pod = spec.get("securityContext", {})
-    for key in ("hostNetwork", "hostPID", "hostIPC"):
-        if spec.get(key):
-            yield key
-    if pod.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"):
-        yield "seccompProfile"
-    allowed = {"configMap", "emptyDir", "projected", "secret", "downwardAPI", "csi", "ephemeral"}
-    for volume in spec.get("volumes", []):
-        if not set(volume) - {"name"} <= allowed | {"persistentVolumeClaim"}:
-            yield f"volume {volume['name']}"
-    for each in (*spec["containers"], *spec.get("initContainers", [])):
-        context = each.get("securityContext", {})
-        if context.get("allowPrivilegeEscalation") is not False:
-            yield "allowPrivilegeEscalation"
-        if context.get("capabilities", {}).get("drop") != ["ALL"]:
-            yield "capabilities"
-        if context.get("capabilities", {}).get("add"):
-            yield "capabilities are added"
-        if not (context.get("runAsNonRoot") or pod.get("runAsNonRoot")):
-            yield "runAsNonRoot"
-        if context.get("runAsUser", pod.get("runAsUser")) == 0:
-            yield "runAsUser"
-        if context.get("privileged") or any(p.get("hostPort") for p in each.get("ports", [])):
-            yield "privileged or hostPort"
-
-
-def test_given_our_pods_then_they_are_allowed_where_pods_are_restricted() -> None:
-    operator = one("operator", "Deployment")["spec"]["template"]["spec"]
-    router = rendered()["Deployment"]["spec"]["template"]["spec"]
-
-    assert list(breaches(operator)) == []
-    assert list(breaches(router)) == []
-    assert operator["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
-    namespace = one("operator", "Namespace")
-    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
-
-
-def rendered() -> dict[str, Json]:
-    """Return what a ModelRouter becomes, by kind."""
-    spec = {
-        "pools": [{"name": "gpu0"}],
-        "replicas": 1,
-        "keys": {"name": "k"},
-        "upstreams": [{"name": "u", "url": "http://h", "apiKey": {"name": "s"}}],
-    }
-    body = {"metadata": {"name": "front", "namespace": NS, "uid": "u"}, "spec": spec}
-    router = ModelRouter.model_validate(body)
-    from datetime import UTC, datetime
-
-    seen = ObservedRouter(
-        router, body, datetime.now(UTC), "modelpool:1", (), tuple((each, None) for each in CHILDREN)
-    )
-    owner = Owner(MODEL_ROUTERS, "front", NS, "u")
-    return {kind.kind: _RENDERED[kind](seen, owner) for kind in CHILDREN}
 
 
 def test_given_what_the_operator_makes_then_the_server_would_take_it() -> None:

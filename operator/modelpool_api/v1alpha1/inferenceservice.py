@@ -79,6 +79,10 @@ class InferenceServiceSpec(ApiModel):
     """Where they are mounted, as Kubernetes has it."""
     shm_size: Quantity | None = None
     """Size of /dev/shm; unset: the container runtime's small default."""
+    run_as_user: Annotated[int, Field(ge=1, le=2_147_483_647), node(format="int64")] | None = None
+    """User ID of the engine's process, which must be able to read the weights. Its Pods are then
+    fit for namespaces with restricted Pod security: no root, no capabilities. Unset: the image's
+    user, most often root, which needs a baseline namespace."""
     profile: Profile = Profile.GENERIC
     """Engine, which decides the probes."""
     accelerator: Accelerator = Accelerator.GPU

@@ -192,6 +192,13 @@ def _pod(service: InferenceService) -> Json:
         memory = {"medium": "Memory", "sizeLimit": spec.shm_size}
         volumes.append({"name": SHM_VOLUME, "emptyDir": memory})
         mounts.append({"name": SHM_VOLUME, "mountPath": "/dev/shm"})
+    confined: Json = {"allowPrivilegeEscalation": False}
+    user: Json = {"seccompProfile": {"type": "RuntimeDefault"}}
+    if spec.run_as_user is not None:
+        # Capabilities are taken only where a user is named: an engine that starts as root may need
+        # some, such as to read weights that belong to another user.
+        confined["capabilities"] = {"drop": ["ALL"]}
+        user |= {"runAsNonRoot": True, "runAsUser": spec.run_as_user}
     probe = {"httpGet": {"path": HEALTH, "port": ENGINE}}
     container = _filled(
         name=ENGINE,
@@ -203,7 +210,7 @@ def _pod(service: InferenceService) -> Json:
         ports=[{"name": ENGINE, "containerPort": spec.port, "protocol": "TCP"}],
         resources=resources(spec.resources),
         volumeMounts=mounts,
-        securityContext={"allowPrivilegeEscalation": False},
+        securityContext=confined,
     )
     if spec.profile is not Profile.GENERIC:
         # An engine of an unknown make may have no such path; it is ready when it runs.
@@ -229,7 +236,7 @@ def _pod(service: InferenceService) -> Json:
         terminationGracePeriodSeconds=spec.termination_grace_period_seconds,
         enableServiceLinks=False,
         automountServiceAccountToken=False,
-        securityContext={"seccompProfile": {"type": "RuntimeDefault"}},
+        securityContext=user,
     )
 
 
