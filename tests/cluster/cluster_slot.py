@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from cluster_clients import Client
 from cluster_eye import PodEye, never_two
 from cluster_faults import FaultyWay
+from cluster_ground import is_ready, is_whole
 from cluster_kubectl import Object, until
-from cluster_objects import deployment, member_container
+from cluster_objects import PORT, deployment, member_container
 from cluster_roles import router_account
-from cluster_router import RouterProcess
+from cluster_router import Front, RouterProcess
 from harness import Cluster
 from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
 
@@ -154,6 +156,31 @@ class Slot:
 
         return until(settled, "the slot is at rest", timeout_s)
 
-    def never_two(self) -> AbstractContextManager[PodEye]:
-        """Insist that the two never live at the same time."""
-        return never_two(self.cluster.kubectl, self.namespace)
+    def engine(self, name: str) -> Front | None:
+        """Return the engine of a member itself, without a router; None when it does not serve."""
+        ready = [each for each in self.pod_objects(name) if is_ready(each)]
+        return Front(f"{ready[0]['status']['podIP']}:{PORT}") if ready else None
+
+    def streams(self, front: Front, name: str, chunks: int) -> Client:
+        """Begin a stream of *chunks* tenths of a second, and wait until the engine works on it."""
+        engine = self.engine(name)
+        assert engine is not None, f"{name} does not serve"
+        before = _busy(engine)
+        client = Client(lambda: front.chat(name, stream=True, x_chunks=chunks, x_gap_ms=100))
+        until(lambda: _busy(engine) > before, "the stream runs")
+        return client
+
+    def never_two(self, *, may_be_blind: bool = False) -> AbstractContextManager[PodEye]:
+        """Insist that the two never live at the same time; see `cluster_eye.never_two`."""
+        return never_two(self.cluster.kubectl, self.namespace, may_be_blind=may_be_blind)
+
+
+def _busy(engine: Front) -> int:
+    slots = json.loads(engine.request("GET", "/slots").body)
+    return sum(each["is_processing"] for each in slots)
+
+
+def is_unbroken(stream: Client) -> bool:
+    """Whether a stream came, or comes, to its own end; waits for it."""
+    answers = stream.end()
+    return not stream.broken and all(is_whole(each) for each in answers)

@@ -12,7 +12,7 @@ import pytest
 
 from cluster_faults import Fate, Write, passes
 from cluster_router import Answer, RouterProcess
-from cluster_slot import LARGE, SMALL, Slot
+from cluster_slot import LARGE, SMALL, Slot, is_unbroken
 
 pytestmark = pytest.mark.cluster
 
@@ -134,6 +134,7 @@ def test_a_swap_that_is_broken_at_any_write_is_made_up_for(slot: Slot, fate: Fat
     router.start()
     assert router.chat(SMALL).member == SMALL
     target, incumbent = LARGE, SMALL
+    streamed = 0
 
     with slot.never_two():
         for step in STEPS:
@@ -148,11 +149,18 @@ def test_a_swap_that_is_broken_at_any_write_is_made_up_for(slot: Slot, fate: Fat
             else:
                 assert answer is None, step.name
                 router.stop(signal.SIGKILL)
+                # Whoever is up works for somebody else by now.
+                serving = [(each, slot.engine(each)) for each in slot.up()]
+                streams = [slot.streams(front, each, 40) for each, front in serving if front]
+                streamed += len(streams)
                 router.start()
                 # By itself, without any request: what was left half done is ended or undone.
                 slot.wait_settled()
+                assert all(is_unbroken(each) for each in streams), step.name
                 answer = router.chat(target)
                 assert (answer.status, answer.member) == (200, target), (step.name, answer.body)
             assert slot.up() == [target], step.name
             target, incumbent = incumbent, target
+    # Before the incumbent is asked to go, and after the target has come.
+    assert streamed >= (0 if fate is Fate.LOSE_ANSWER else 4)
     assert router.stop(signal.SIGTERM) == 0
