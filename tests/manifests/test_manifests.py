@@ -263,37 +263,6 @@ def test_given_a_router_then_it_may_change_nothing_else(new: Json) -> None:
         assert verdicts(other, new, MEMBER) == []
 
 
-# Monitoring
-
-
-def test_given_the_rules_then_every_number_in_them_exists() -> None:
-    known = set(re.findall(r"`(modelpool_[a-z_]+)`", (ROOT / "docs/metrics.md").read_text("utf-8")))
-    known.add("modelpool_operator_leads")
-    rules_of = one("monitoring", "PrometheusRule")["spec"]["groups"][0]["rules"]
-
-    for rule in rules_of:
-        used = set(re.findall(r"modelpool_[a-z_]+", rule["expr"]))
-        assert used and used <= known
-        assert rule["annotations"]["summary"]
-
-
-def test_given_the_monitors_then_they_select_our_pods_and_ports() -> None:
-    router = rendered()["Deployment"]["spec"]["template"]
-    operator = one("operator", "Deployment")["spec"]["template"]
-    for name, template in (("modelpool-routers", router), ("modelpool-operator", operator)):
-        monitor = one("monitoring", "PodMonitor", name)["spec"]
-        assert monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-        ports = {each["name"] for each in template["spec"]["containers"][0]["ports"]}
-        assert {each["port"] for each in monitor["podMetricsEndpoints"]} <= ports
-
-
-def test_given_the_network_policies_then_they_select_our_pods() -> None:
-    labels = rendered()["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    policy = one("network", "NetworkPolicy", "modelpool-routers")
-
-    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-
-
 # The chart
 
 
