@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from memcluster import Killed, Mode, Request
+from memcluster import Killed, Mode, Request, Write
 from modelpool_api.names import SLOT_ANNOTATION
 from modelpool_kube import errors
 from modelpool_kube.kinds import (
@@ -32,7 +33,7 @@ from modelpool_kube.kinds import (
     PODS,
     annotation,
 )
-from operatorworld import NS, OperatorWorld, Process
+from operatorworld import NS, OperatorWorld, Process, is_operator
 
 pytestmark = pytest.mark.looptime(idle_timeout=100_000)
 
@@ -42,6 +43,11 @@ MOST_POINTS = 18
 READS_SAMPLED = 1 if EXHAUSTIVE else 199
 """Every so many reads one is a crash point too."""
 LIMIT_S = 900.0
+RESYNC_ROUNDS = 150
+"""Every so many rounds of two seconds everything is looked at again, as the program does it."""
+BUSY_S = 240.0
+"""How long an incumbent works on; longer than it takes two operators after each other to notice
+that nobody holds the Lease, and to ask."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class Scenario:
     """Happens once the pool has come to rest for the first time."""
     rests: Callable[[OperatorWorld], object] | None = None
     """When that is; None: `then` happens at once."""
+    defers: str = ""
+    """Member that has to go, and works on something for `BUSY_S`; empty: none."""
 
 
 def _pair(world: OperatorWorld, up: tuple[str, ...] = (), **spec: Any) -> None:
@@ -65,6 +73,20 @@ def _pair(world: OperatorWorld, up: tuple[str, ...] = (), **spec: Any) -> None:
 
 def _scale(name: str, replicas: int) -> Callable[[OperatorWorld], object]:
     return lambda world: world.cluster.edit(DEPLOYMENTS, NS, name, {"spec": {"replicas": replicas}})
+
+
+def _works(name: str) -> Callable[[OperatorWorld], object]:
+    """Let *name* work on something, and turn idle a while later."""
+
+    def begin(world: OperatorWorld) -> None:
+        world.members.busy.add(name)
+        asyncio.get_running_loop().call_later(BUSY_S, world.members.busy.discard, name)
+
+    return begin
+
+
+def _both(*acts: Callable[[OperatorWorld], object]) -> Callable[[OperatorWorld], object]:
+    return lambda world: [act(world) for act in acts]
 
 
 def _left(phase: str) -> Callable[[OperatorWorld], object]:
@@ -206,6 +228,28 @@ SCENARIOS = [
         then=_rename,
         rests=_is("judge", coder=0, judge=1),
     ),
+    Scenario(
+        "two members are up and the one to go works",
+        _both(lambda world: _pair(world, up=("coder", "judge"), default="judge"), _works("coder")),
+        _is("judge", coder=0, judge=1),
+        defers="coder",
+    ),
+    Scenario(
+        "another one is scaled up by hand while the resident works",
+        lambda world: _pair(world, default="judge"),
+        _is("coder", coder=1, judge=0),
+        then=_both(_works("judge"), _scale("coder", 1)),
+        rests=_is("judge", coder=0, judge=1),
+        defers="judge",
+    ),
+    Scenario(
+        "the resident is removed from its pool while it works",
+        _services,
+        _is_renamed,
+        then=_both(_works("judge"), _rename),
+        rests=_is("judge", coder=0, judge=1),
+        defers="judge",
+    ),
 ]
 
 
@@ -311,6 +355,48 @@ async def test_given_a_kill_around_any_write_then_the_next_process_ends_it_all_t
         await world.close()
 
 
+@pytest.mark.parametrize(
+    "scenario", [each for each in SCENARIOS if each.defers], ids=lambda each: each.name
+)
+async def test_given_an_incumbent_that_works_then_it_is_asked_and_stays_until_it_is_idle(
+    scenario: Scenario,
+) -> None:
+    world = OperatorWorld()
+    scenario.build(world)
+    went: list[bool] = []
+
+    def see(write: Write) -> None:
+        if write.kind not in (DEPLOYMENTS, INFERENCE_SERVICES) or write.name != scenario.defers:
+            return
+        before, after = (
+            0 if each is None or each["spec"].get("replicas") == 0 else 1
+            for each in (write.before, write.after)
+        )
+        if before > after and is_operator(write.actor):
+            went.append(scenario.defers in world.members.busy)
+
+    world.cluster.after_write.append(see)
+    world.start("first")
+    deferred = False
+
+    def is_done() -> bool:
+        nonlocal deferred
+        deferred |= bool(world.members.busy) and world.says("SwapDeferred") == "True/PodsBusy"
+        return bool(scenario.ends(world))
+
+    if scenario.rests is not None:
+        await world.run(LIMIT_S, until=lambda: scenario.rests and scenario.rests(world))
+        went.clear()  # a service is made at 0
+    world.members.asked.clear()
+    scenario.then(world)
+    await world.run(LIMIT_S, until=is_done)
+
+    assert deferred
+    assert went and not any(went)
+    assert world.members.asked.count(scenario.defers) >= 3
+    await world.close()
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.name)
 async def test_given_any_answer_is_lost_then_it_ends_all_the_same(scenario: Scenario) -> None:
     writes = [each for each in await _requests(scenario) if each.is_write]
@@ -349,11 +435,16 @@ async def test_given_a_write_lands_late_then_it_ends_all_the_same(scenario: Scen
 
 
 async def _play_with(
-    scenario: Scenario, world: OperatorWorld, act: Callable[[], object], *, after_s: float
+    scenario: Scenario,
+    world: OperatorWorld,
+    act: Callable[[], object],
+    *,
+    after_s: float,
+    limit_s: float = LIMIT_S,
 ) -> None:
     """Play *scenario* and do *act* every *after_s* seconds."""
     began = False
-    deadline = asyncio.get_running_loop().time() + LIMIT_S
+    deadline = asyncio.get_running_loop().time() + limit_s
     while not (began and scenario.ends(world)):
         assert asyncio.get_running_loop().time() < deadline, "it did not end"
         if not began and (scenario.rests is None or scenario.rests(world)):
@@ -379,20 +470,26 @@ async def test_given_a_storm_of_conflicts_then_it_ends_all_the_same(scenario: Sc
     await world.close()
 
 
+@pytest.mark.parametrize("age", [1, 3, 10], ids=["2 s old", "6 s old", "20 s old"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.name)
-async def test_given_reads_from_the_past_then_it_ends_all_the_same(scenario: Scenario) -> None:
+async def test_given_reads_from_the_past_then_it_ends_all_the_same(
+    scenario: Scenario, age: int
+) -> None:
     world = OperatorWorld()
     scenario.build(world)
     process = world.start("first", world.cluster.port("first"))
-    rounds = 0
+    rng = random.Random(f"{scenario.name} {age}")
+    versions = [world.cluster.version]
 
     def lag() -> None:
-        nonlocal rounds
-        rounds += 1
-        late = rounds % 3 == 0
-        process.port.read_version = max(101, world.cluster.version - 6) if late else None
+        versions.append(world.cluster.version)
+        late = rng.random() < 0.3
+        process.port.read_version = versions[max(0, len(versions) - 1 - age)] if late else None
+        if len(versions) % RESYNC_ROUNDS == 0:
+            process.wake_all()  # nothing was reported after the last look, and that was old
 
-    await _play_with(scenario, world, lag, after_s=2.0)
+    # What is read to and fro looks like somebody who keeps scaling: ten minutes of silence.
+    await _play_with(scenario, world, lag, after_s=2.0, limit_s=4 * LIMIT_S)
     process.port.read_version = None
 
     await _end_quietly(scenario, world)
