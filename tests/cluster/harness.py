@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +43,8 @@ _BINARIES = (
     "kueue",
 )
 _BY_HAND = "by hand"
+API_SERVER_STARTS = "the API server starts"
+"""Verb of the line in the audit log that is not of the API server's own."""
 
 
 class NotHere(Exception):
@@ -297,7 +300,15 @@ class OwnCluster(Cluster):
 
     def start_apiserver(self) -> None:
         """Start the API server again at the same address, with the same data."""
+        self._note_start()
         self.programs["kube-apiserver"].start()
+
+    def _note_start(self) -> None:
+        """Write into the audit log that the API server starts: at first it knows of no Role."""
+        now = datetime.now(UTC).isoformat()
+        event = {"verb": API_SERVER_STARTS, "requestReceivedTimestamp": now}
+        with self.audit_log.open("a", encoding="utf-8") as log:
+            log.write("\n" + json.dumps(event) + "\n")  # the last line may be half written
 
     def user(self, name: str, groups: Sequence[str] = ()) -> Path:
         pair = self.authority.client(name, tuple(groups))

@@ -87,7 +87,9 @@ def test_our_pods_are_let_in_where_pods_are_restricted(
     assert tried(kubectl, system, "operator", own["spec"]["template"]) == ""
 
 
-@pytest.mark.parametrize("folder", ["base", "samples", "samples/modeldeployment", "network"])
+@pytest.mark.parametrize(
+    "folder", ["base", "samples", "samples/modeldeployment", "samples/own-file", "network"]
+)
 def test_what_kustomize_builds_is_taken_by_the_server(shipped: OwnCluster, folder: str) -> None:
     kubectl = shipped.kubectl
     # Nothing can be tried in a namespace that is not there.

@@ -12,6 +12,8 @@ from cluster_roles import PROGRAMS, Record
 from harness import OwnCluster
 
 pytestmark = pytest.mark.cluster
+MOST_EARLY = 40
+"""Requests of a whole run that came before their right was in force."""
 
 
 @pytest.fixture
@@ -25,8 +27,17 @@ def record(own: OwnCluster) -> Record:
 
 
 def test_nothing_of_ours_was_refused_or_had_the_rights_of_a_person(record: Record) -> None:
-    assert list(dict.fromkeys(record.refused)) == []
+    assert list(dict.fromkeys(map(str, record.refused))) == []
     assert list(dict.fromkeys(record.masters)) == []
+    early = list(map(str, record.early))
+    print(*early, sep="\n")
+    assert len(early) <= MOST_EARLY, early
+
+
+def test_a_router_with_a_file_of_its_own_asks_for_none_of_our_kinds(record: Record) -> None:
+    if not record.own_file:
+        pytest.skip("no such router was part of this run")
+    assert set(record.own_file) == {"", "apps", "autoscaling", "coordination.k8s.io"}
 
 
 def test_every_right_that_is_shipped_was_used(
