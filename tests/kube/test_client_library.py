@@ -10,20 +10,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
+import ssl
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from kubernetes_asyncio import client as library
 from kubernetes_asyncio import config, watch
 
+import tlspair
 from apistub import Stub, answer, failure, stream, stub
 
+OTHER_AUTHORITY = """\
+-----BEGIN CERTIFICATE-----
+MIIBlTCCATugAwIBAgIUA5XVvejSxqVZK15V6LUnX69VhiMwCgYIKoZIzj0EAwIw
+HzEdMBsGA1UEAwwUbW9kZWxwb29sIG90aGVyIHRlc3QwIBcNMjYxMjAxMTczMzI2
+WhgPMjEyNjExMDcxNzMzMjZaMB8xHTAbBgNVBAMMFG1vZGVscG9vbCBvdGhlciB0
+ZXN0MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAECm0Eh18EVlHYVn06NvxF2+Cw
+dOc9bFigluLXnAcwnId+UYuSeqL/HQs5ucldaHq0jjXLZMosbjiiGiTbgznR4aNT
+MFEwHQYDVR0OBBYEFA8PFcC0sB6wpGpFmxG8WyvHEQyvMB8GA1UdIwQYMBaAFA8P
+FcC0sB6wpGpFmxG8WyvHEQyvMA8GA1UdEwEB/wQFMAMBAf8wCgYIKoZIzj0EAwID
+SAAwRQIhAImw5is00acOTxdKIc+RR9oFWTsnKCUS9z9tHptu8629AiBs8gpVdShb
+jqEdMMew7RQ/OYjbBnzQirbb/lDKLKHSLg==
+-----END CERTIFICATE-----
+"""
+"""An authority that signed nothing here."""
 OBJECT = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", "resourceVersion": "7"}}
 
 
@@ -219,6 +239,130 @@ async def test_leader_election_writes_local_time_as_utc(monkeypatch: pytest.Monk
     assert abs(off - timedelta(hours=5, minutes=30)) < timedelta(minutes=1)
     # Nobody releases the Lease at the end.
     assert not [seen for seen in s.seen if seen.method in ("PUT", "PATCH", "DELETE")]
+
+
+def election(client: Any, work: Callable[[], Any], stopped: Callable[[], Any]) -> Any:
+    """Return an election of the library's."""
+    from kubernetes_asyncio.leaderelection import electionconfig, leaderelection
+    from kubernetes_asyncio.leaderelection.resourcelock.leaselock import LeaseLock
+
+    wanted = electionconfig.Config(
+        LeaseLock("l", "lab", "me", client),
+        lease_duration=15,
+        renew_deadline=10,
+        retry_period=2,
+        onstarted_leading=work,
+        onstopped_leading=stopped,
+    )
+    return leaderelection.LeaderElection(wanted)
+
+
+async def test_a_broken_connection_ends_leader_election_and_the_work_goes_on() -> None:
+    """Detour: our keeper takes every failure for a try, and asks `is_held` before each act."""
+    leads, ends = asyncio.Event(), asyncio.Event()
+    stopped: list[bool] = []
+
+    async def work() -> None:
+        leads.set()
+        await ends.wait()
+
+    async def stop() -> None:
+        stopped.append(True)
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if request.method == "GET" and len(s.seen) == 1:
+            return failure(404, "NotFound", name="l")
+        if request.method == "POST":
+            return answer(await request.json())
+        await leads.wait()
+        assert request.transport is not None
+        request.transport.abort()
+        return answer({})
+
+    async with stub(handler) as s, api(s) as client:
+        before = asyncio.all_tasks()
+        with pytest.raises(aiohttp.ClientError):
+            await election(client, work, stop).run()
+        left = [each for each in asyncio.all_tasks() - before if each.get_coro().__name__ == "work"]  # type: ignore[union-attr]
+
+        assert stopped == []
+        assert len(left) == 1 and not left[0].done()
+        ends.set()
+        await left[0]
+
+
+async def test_leader_election_cannot_write_a_whole_second(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Detour: our Leases always carry six digits, and are never read for their times."""
+    from kubernetes_asyncio.leaderelection.leaderelectionrecord import LeaderElectionRecord
+    from kubernetes_asyncio.leaderelection.resourcelock.leaselock import LeaseLock
+
+    async with library.ApiClient(library.Configuration(host="http://127.0.0.1:1")) as client:
+        lock = LeaseLock("l", "lab", "me", client)
+        now = str(datetime(2026, 1, 2, 3, 4, 5, 0))
+        spec = lock.update_lease(LeaderElectionRecord("me", "15", now, now))
+
+    assert spec.holder_identity == "me"
+    assert (spec.acquire_time, spec.renew_time) == (None, None)
+    assert "Failed to parse time string" in caplog.text
+
+
+async def test_a_certificate_authority_is_read_once_for_ever(tmp_path: Path) -> None:
+    """Detour: on a certificate that is not trusted our client reads the files again."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return answer(OBJECT)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    server = TestServer(app, scheme="https")
+    await server.start_server(ssl=tlspair.server_context())
+    try:
+        authority = tmp_path / "ca.crt"
+        authority.write_text(OTHER_AUTHORITY, "utf-8")
+        configuration = library.Configuration(host=f"https://localhost:{server.port}")
+        configuration.ssl_ca_cert = str(authority)
+        async with library.ApiClient(configuration) as client:
+            pods = library.CoreV1Api(client)
+            for _ in range(2):
+                with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                    await pods.read_namespaced_pod("a", "lab")
+                authority.write_text(tlspair.certificate(), "utf-8")
+        # The file is right; only a client that is made anew finds that out.
+        async with library.ApiClient(configuration) as client:
+            assert (await library.CoreV1Api(client).read_namespaced_pod("a", "lab")) is not None
+    finally:
+        await server.close()
+
+
+async def test_a_watch_asks_for_no_bookmarks() -> None:
+    """Detour: our watches do, so that the version of a quiet one does not grow too old."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await stream(request, {"type": "ADDED", "object": OBJECT})
+
+    async with stub(handler) as s, api(s) as client, watch.Watch() as watching:
+        pods = library.CoreV1Api(client).list_namespaced_pod
+        async for _ in watching.stream(pods, "lab", timeout_seconds=1):
+            pass
+
+    assert s.seen[0].query["watch"] == "True"
+    assert "allowWatchBookmarks" not in s.seen[0].query
+
+
+def test_a_kubeconfig_is_written_back_unless_forbidden() -> None:
+    """Detour: we forbid it; a file that we were shown is not ours to edit."""
+    assert inspect.signature(config.load_kube_config).parameters["persist_config"].default is True
+
+
+async def test_certificates_are_checked_as_strictly_as_python_likes() -> None:
+    """Detour: our contexts take certificates without a key identifier, as other clients do."""
+    async with library.ApiClient(library.Configuration(host="https://127.0.0.1:1")) as client:
+        context = client.rest_client.pool_manager.connector._ssl
+
+    mine = ssl.create_default_context()
+    assert context.verify_flags == mine.verify_flags  # strict from Python 3.13 on
 
 
 async def test_proxies_of_the_environment_are_always_used() -> None:

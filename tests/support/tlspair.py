@@ -37,6 +37,11 @@ def server_context() -> ssl.SSLContext:
     return context
 
 
+def certificate() -> str:
+    """Return the certificate as PEM, for a file of authorities."""
+    return _CERTIFICATE
+
+
 def client_context() -> ssl.SSLContext:
     """Context of a client that trusts it, and checks the name."""
     return ssl.create_default_context(cadata=_CERTIFICATE)
