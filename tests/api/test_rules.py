@@ -8,12 +8,14 @@ an example that fails for another reason than its rule is noticed.
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from apiexamples import BASES, DEPLOYMENT, DURATIONS, EXAMPLES, ROLE, Bad, Change, Json, put
 from crdcheck import Admission, rules_of
 from modelpool_api import schema
+from modelpool_api.meta import duration_text, seconds
 
 ADMISSIONS = {r.kind: Admission(schema.crd(r)) for r in schema.RESOURCES}
 ROOTS = {
@@ -70,6 +72,61 @@ def test_durations_are_neither_negative_nor_absurd(kind: str, path: str, most: s
     assert '"99999h" is out of bounds; use' in error
     assert most in error
     assert error.startswith(f".spec{path}: ")
+
+
+DURATION_BOUNDS = [
+    (kind, where.replace("[]", "[0]").removeprefix(".spec"), *match.groups())
+    for kind, root in ROOTS.items()
+    for where, rule in rules_of(root)
+    if (match := re.fullmatch("must be from (.+) to (.+)", rule["message"]))
+]
+
+
+def test_given_the_bounds_of_durations_then_all_are_tried() -> None:
+    found = {
+        kind: {path: most for k, path, _, most in DURATION_BOUNDS if k == kind}
+        for kind in DURATIONS
+    }
+
+    assert found == DURATIONS
+
+
+@pytest.mark.parametrize(("kind", "path", "least", "most"), DURATION_BOUNDS)
+def test_given_a_duration_at_a_bound_then_it_is_taken_and_just_beyond_it_is_not(
+    kind: str, path: str, least: str, most: str
+) -> None:
+    for value in (least, most):
+        assert result(kind, put(path, value)) == []
+    beyond = [f"{most}1ms"]
+    if seconds(least) > 0:
+        beyond.append(duration_text(seconds(least) - 0.001))
+    for value in beyond:
+        (error,) = result(kind, put(path, value))
+        assert f'"{value}" is out of bounds; use {least} to {most}' in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [("ModelPool", 53), ("InferenceService", 63), ("ModelRouter", 63)],
+)
+def test_given_a_name_of_the_longest_length_then_it_is_taken_and_one_more_is_not(
+    kind: str, most: int
+) -> None:
+    assert result(kind, name="a" * most) == []
+    (error,) = result(kind, name="a" * (most + 1))
+    assert str(most) in error
+
+
+def test_given_names_of_a_deployment_at_their_limits_then_one_more_is_refused() -> None:
+    # "server" is the longest role: <name>-server is the Service, <name>-server-r0-m1 a member.
+    single = (put(".roles[0].size", 1), put(".roles[1].size", 1))
+
+    assert result("ModelDeployment", *single, name="a" * (63 - len("-server"))) == []
+    (service,) = result("ModelDeployment", *single, name="a" * (63 - len("-server") + 1))
+    assert 'the Service of role "server"' in service
+    assert result("ModelDeployment", name="a" * (63 - len("-server-r0-m1"))) == []
+    (member,) = result("ModelDeployment", name="a" * (63 - len("-server-r0-m1") + 1))
+    assert 'members of role "server"' in member
 
 
 def test_linger_may_be_automatic_and_the_way_out_says_so() -> None:
