@@ -35,18 +35,54 @@ def service(namespace: str, name: str) -> Object:
     }
 
 
+def group(namespace: str) -> Object:
+    """A ModelDeployment that is suspended."""
+    role = {
+        "name": "server",
+        "instanceType": f"{namespace}-card",
+        "image": "modelpool.test/any",
+        "command": ["sleep", "1000"],
+        "ports": [{"name": "http", "containerPort": 8080}],
+    }
+    return {
+        "apiVersion": "modelpool.dev/v1alpha1",
+        "kind": "ModelDeployment",
+        "metadata": {"name": "group", "namespace": namespace},
+        "spec": {
+            "model": {"name": "tiny"},
+            "engine": {"name": "Custom"},
+            "suspend": True,
+            "roles": [role],
+        },
+    }
+
+
 def objects(namespace: str) -> list[Object]:
-    """An InferenceService and a Deployment that share a pool, and a router for it."""
+    """A member of each kind, two of them with an engine, and a pool and a router for them."""
     judge = deployment(namespace, "judge", member_container(), terminationGracePeriodSeconds=5)
-    judge["spec"]["replicas"] = 0
+    judge["kind"] = "StatefulSet"
+    judge["spec"] |= {"replicas": 0, "serviceName": "judge"}
+    del judge["spec"]["strategy"]
     version = "modelpool.dev/v1alpha1"
     members = [
         {"inferenceServiceRef": {"name": "coder"}},
-        {"deploymentRef": {"name": "judge"}, "profile": "llama-server"},
+        {"statefulSetRef": {"name": "judge"}, "profile": "llama-server"},
+        {"deploymentRef": {"name": "spare"}, "profile": "llama-server"},
+        {"modelDeploymentRef": {"name": "group"}, "profile": "llama-server"},
     ]
+    spare = deployment(namespace, "spare", member_container())
+    spare["spec"]["replicas"] = 0
     return [
         service(namespace, "coder"),
         judge,
+        spare,
+        {
+            "apiVersion": version,
+            "kind": "InstanceType",
+            "metadata": {"name": f"{namespace}-card"},
+            "spec": {"queueName": "any", "accelerator": {"card": GPU}},
+        },
+        group(namespace),
         {
             "apiVersion": version,
             "kind": "ModelPool",
@@ -89,7 +125,7 @@ def test_given_a_pool_then_the_shipped_operator_keeps_it(
     assert shown[1].split()[:4] == ["gpu0", "sticky", "coder", "Ready"]
     assert condition("SlotAllocated") == "True/Resident"
     members = {each["name"]: each["phase"] for each in pool()["members"]}
-    assert members == {"coder": "Ready", "judge": "Stopped"}
+    assert members == {"coder": "Ready"} | dict.fromkeys(("judge", "spare", "group"), "Stopped")
     kubectl("wait", "--for=condition=Ready", "isvc/coder", "-n", namespace, "--timeout=30s")
 
     # the router is pinned, and may do to a member what it must and nothing else
@@ -101,16 +137,30 @@ def test_given_a_pool_then_the_shipped_operator_keeps_it(
     assert kubectl.get("deployment", "front", "-n", namespace)["spec"]["replicas"] == 1
     router = shipped.as_user(shipped.service_account(namespace, "front"))
     mark = {"metadata": {"annotations": {"other.dev/x": "1"}}}
-    until(lambda: _refuses(router, namespace, mark), "the policy is in force", 60)
-    image = {"spec": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}}
-    assert _refuses(router, namespace, image)
-    scale = {"metadata": {"annotations": {SLOT: f"{namespace}/modelpool-gpu0:1"}}}
-    assert not _refuses(router, namespace, scale)
+    until(
+        lambda: _refuses(router, namespace, "deployment/spare", mark), "the policy is in force", 60
+    )
+    template = {"template": {"spec": {"nodeSelector": {"a": "b"}}}}
+    [role] = kubectl.get("mdep", "group", "-n", namespace)["spec"]["roles"]
+    for what, spec in (
+        ("deployment/spare", template),
+        ("statefulset/judge", template),
+        ("isvc/coder", {"nodeSelector": {"a": "b"}}),
+        ("mdep/group", {"roles": [{**role, "image": "modelpool.test/other"}]}),
+    ):
+        patches = (mark, {"spec": spec}, {"metadata": {"labels": {"a": "b"}}})
+        assert [_refuses(router, namespace, what, each) for each in patches] == [True] * 3, what
+        # What it may change: here to what it is already, so that nothing comes of it.
+        obj = kubectl.get(what, "-n", namespace)
+        kept = {"annotations": {SLOT: obj["metadata"]["annotations"][SLOT]}}
+        field = "suspend" if what.startswith("mdep") else "replicas"
+        scale = {"metadata": kept, "spec": {field: obj["spec"][field]}}
+        assert not _refuses(router, namespace, what, scale), what
     with pytest.raises(KubectlFailed, match="forbidden"):
         router("get", "secrets", "-n", namespace)
 
     # demand by hand where no router takes requests
-    kubectl("scale", "deployment/judge", "--replicas=1", "-n", namespace)
+    kubectl("scale", "statefulset/judge", "--replicas=1", "-n", namespace)
     until(lambda: pool().get("residentMember") == "judge", "judge takes over", 240)
     assert kubectl.get("isvc", "coder", "-n", namespace)["spec"]["replicas"] == 0
     below = kubectl.get("deployment", "coder", "-n", namespace)
@@ -124,7 +174,7 @@ def test_given_a_pool_then_the_shipped_operator_keeps_it(
 
     # the end of a pool moves nothing
     kubectl("delete", "modelpool", "gpu0", "-n", namespace, "--timeout=90s")
-    judge = kubectl.get("deployment", "judge", "-n", namespace)
+    judge = kubectl.get("statefulset", "judge", "-n", namespace)
     assert judge["spec"]["replicas"] == 1
     assert SLOT not in judge["metadata"].get("annotations", {})
     assert kubectl.get("lease", "modelpool-gpu0", "-n", namespace) == {}
@@ -142,7 +192,7 @@ def test_given_a_model_router_then_a_real_router_serves_its_pool_under_its_own_r
     kubectl = shipped.kubectl
     operator = start("operator-0")
     made = objects(namespace)
-    made[3]["spec"] |= {"image": "modelpool.test/router", "port": 18180, "replicas": 1}
+    made[-1]["spec"] |= {"image": "modelpool.test/router", "port": 18180, "replicas": 1}
     kubectl.apply(*made)
 
     def router() -> Object:
@@ -184,10 +234,9 @@ def _trouble(log: str) -> list[str]:
     return [each for each in found if "it is being terminated" not in each]
 
 
-def _refuses(router: Any, namespace: str, patch: Object) -> bool:
+def _refuses(router: Any, namespace: str, what: str, patch: Object) -> bool:
     try:
-        where = ("deployment/judge", "-n", namespace, "--type=merge", "-p", json.dumps(patch))
-        router("patch", *where)
+        router("patch", what, "-n", namespace, "--type=merge", "-p", json.dumps(patch))
     except KubectlFailed as failed:
         assert "ValidatingAdmissionPolicy" in failed.stderr, failed.stderr
         return True
