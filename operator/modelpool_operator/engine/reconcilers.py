@@ -205,8 +205,14 @@ class RouterReconciler:
 
 
 async def _one_pass(actor: Actor, kind: Kind, obj: Json, plan: Plan) -> float | None:
-    """Do the first thing of a plan that is about children, else say how it stands."""
+    """
+    Do the first thing of a plan that is about children, else say how it stands.
+
+    Not before: what was observed of children that are about to change is no answer to the new spec.
+    """
     if plan.actions:
+        if plan.says_first and await actor.report(kind, obj, plan.status, plan.events):
+            return AT_ONCE  # the version that was read is old now
         action = plan.actions[0]
         assert isinstance(action, Create | Patch | Delete)
         await actor.write(action)

@@ -79,6 +79,7 @@ def plan(seen: ObservedService) -> Plan:
         actions=() if action is None else (action,),
         status=status.wire(),
         events=_events(before, status),
+        says_first=status.phase is ServicePhase.PENDING,
     )
 
 
@@ -381,6 +382,7 @@ def _events(before: InferenceServiceStatus, after: InferenceServiceStatus) -> tu
     if after.phase is ServicePhase.FAILED:
         failed = next(each for each in after.conditions if each.type == ConditionType.STALLED)
         return (Happened(failed.reason, after.message or "", True),)
-    if after.phase in (ServicePhase.READY, ServicePhase.STOPPED) and before.phase is not None:
+    is_new = before.phase in (None, ServicePhase.PENDING)
+    if after.phase in (ServicePhase.READY, ServicePhase.STOPPED) and not is_new:
         return (Happened(str(after.phase), f"it is {after.phase}"),)
     return ()

@@ -155,6 +155,9 @@ class Plan:
     """The whole status as it is to be; None: not to be written."""
     events: tuple[Happened, ...] = ()
     """To be told once the status that shows them is written."""
+    says_first: bool = False
+    """Whether the status is written before the actions: they may be refused, and nothing is there
+    that would say so."""
     requeue_after: float | None = None
     """Seconds after which to look again although nothing was reported."""
 

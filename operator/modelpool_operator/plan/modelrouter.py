@@ -97,6 +97,7 @@ def plan(seen: ObservedRouter) -> Plan:
         actions=() if action is None else (action,),
         status=status.wire(),
         events=_events(before, status),
+        says_first=status.phase is RouterPhase.PENDING,
     )
 
 

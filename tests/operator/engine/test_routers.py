@@ -10,6 +10,7 @@ import pytest
 
 from memcontrollers import is_ready
 from modelpool_api.names import SLOT_ANNOTATION
+from modelpool_kube import errors
 from modelpool_kube.kinds import (
     CONFIGMAPS,
     DEPLOYMENTS,
@@ -505,3 +506,17 @@ async def test_given_it_is_deleted_then_its_children_go_and_the_pool_stays(
         assert world.cluster.names(kind, NS) == []
     assert world.cluster.names(DEPLOYMENTS, NS) == ["coder"]
     assert world.cluster.names(LEASES, NS) == ["modelpool-gpu0"]
+
+
+async def test_given_its_deployment_is_refused_then_it_is_pending(world: OperatorWorld) -> None:
+    router(world)
+    process = world.start()
+    process.port.fail(errors.Forbidden("exceeded quota"), verb="create", kind=DEPLOYMENTS, times=9)
+
+    await world.run(5)
+
+    status = world.cluster.must(MODEL_ROUTERS, NS, "front")["status"]
+    assert status["phase"] == "Pending"
+    ready = {each["type"]: each["status"] for each in status["conditions"]}
+    assert ready["Ready"] == "False"
+    await world.run(until=phase(world, "Ready"))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from memcluster import Write
 from memcontrollers import deployment
 from modelpool_api.names import SLOT_ANNOTATION
+from modelpool_kube import errors
 from modelpool_kube.kinds import (
     DEPLOYMENTS,
     INFERENCE_SERVICES,
@@ -303,3 +306,72 @@ async def test_given_what_was_made_is_deleted_then_it_is_made_again(world: Opera
     assert world.cluster.must(DEPLOYMENTS, NS, "coder")["metadata"]["uid"] != first
     assert status(world)["phase"] == "Ready"
     assert world.cluster.names(SERVICES) == ["coder"]
+
+
+def statuses(world: OperatorWorld) -> list[Json]:
+    """Return a list that every status of a service is appended to."""
+    told: list[Json] = []
+
+    def see(write: Write) -> None:
+        if write.kind == INFERENCE_SERVICES and write.verb == "status" and write.after:
+            told.append(write.after["status"])
+
+    world.cluster.after_write.append(see)
+    return told
+
+
+async def test_given_a_new_service_then_its_phases_come_in_order(world: OperatorWorld) -> None:
+    told = statuses(world)
+    world.world.kubelet.answers = lambda pod: False  # its model loads
+    world.service("coder")
+    world.start()
+    await world.run(until=phase(world, "Creating"))
+    world.world.kubelet.answers = lambda pod: True
+    await world.run(until=phase(world, "Ready"))
+    world.cluster.edit(INFERENCE_SERVICES, NS, "coder", {"spec": {"replicas": 0}})
+    await world.run(until=phase(world, "Stopped"))
+
+    said = []
+    for each in told:
+        ready = next(found for found in each["conditions"] if found["type"] == "Ready")
+        said.append((each["phase"], f"{ready['status']}/{ready['reason']}"))
+    assert [each for each, _ in itertools.groupby(said)] == [
+        ("Pending", "False/Progressing"),
+        ("Creating", "False/Progressing"),
+        ("Ready", "True/Available"),
+        ("Progressing", "False/Progressing"),
+        ("Stopped", "True/Stopped"),
+    ]
+
+
+async def test_given_some_are_ready_then_it_is_progressing(world: OperatorWorld) -> None:
+    told = statuses(world)
+    loaded: set[str] = set()
+    world.world.kubelet.answers = lambda pod: pod["metadata"]["name"] in loaded
+    world.service("coder", replicas=2)
+    world.start()
+
+    await world.run(until=phase(world, "Creating"))
+    loaded |= set(world.cluster.names(PODS, NS)[:1])
+    await world.run(until=phase(world, "Progressing"))
+    loaded |= set(world.cluster.names(PODS, NS))
+    await world.run(until=phase(world, "Ready"))
+
+    assert {each["phase"]: each["readyReplicas"] for each in told} == {
+        "Pending": 0,
+        "Creating": 0,
+        "Progressing": 1,
+        "Ready": 2,
+    }
+
+
+async def test_given_its_deployment_is_refused_then_it_is_pending(world: OperatorWorld) -> None:
+    world.service("coder")
+    process = world.start()
+    process.port.fail(errors.Forbidden("exceeded quota"), verb="create", kind=DEPLOYMENTS, times=9)
+
+    await world.run(5)
+
+    assert status(world)["phase"] == "Pending"
+    assert status(world)["conditions"]
+    await world.run(until=phase(world, "Ready"))
