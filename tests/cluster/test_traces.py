@@ -4,52 +4,22 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
+from cluster_clients import Client
 from cluster_commands import Commands
 from cluster_faults import Fate, Write
 from cluster_kubectl import until
 from cluster_router import Answer, RouterProcess
-from cluster_slot import LARGE, SMALL, Slot
+from cluster_slot import LARGE, SMALL, Slot, is_unbroken
 from harness import OwnCluster
 
 pytestmark = pytest.mark.cluster
-
-
-class Client:
-    """Asks one model in a thread of its own, again and again if told so."""
-
-    def __init__(self, router: RouterProcess, model: str, *, again: bool = False) -> None:
-        self.answers: list[Answer] = []
-        self.broken: list[str] = []
-        self._router = router
-        self._model = model
-        self._is_over = threading.Event()
-        self._again = again
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._is_over.is_set():
-            try:
-                self.answers.append(self._router.chat(self._model))
-            except OSError as error:
-                self.broken.append(repr(error))
-            if not self._again:
-                return
-            self._is_over.wait(0.05)
-
-    def end(self, timeout_s: float = 90) -> list[Answer]:
-        """Let it finish what it does, and return its answers."""
-        self._is_over.set()
-        self._thread.join(timeout_s)
-        assert not self._thread.is_alive(), "a request hangs"
-        return self.answers
 
 
 def scaling(name: str, replicas: int) -> Callable[[Write], bool]:
@@ -66,6 +36,16 @@ def only(wanted: Callable[[Write], bool], fate: Fate, *, most: int = 1) -> Calla
             return Fate.PASS
         left[0] -= 1
         return fate
+
+    return rule
+
+
+def one_of(*rules: Callable[[Write], Fate]) -> Callable[[Write], Fate]:
+    """Return the rule that gives what the first of *rules* gives that lets a write not pass."""
+
+    def rule(write: Write) -> Fate:
+        fates = (each(write) for each in rules)
+        return next((each for each in fates if each is not Fate.PASS), Fate.PASS)
 
     return rule
 
@@ -91,21 +71,24 @@ def test_second_router_wakes_up(slot: Slot, asleep_at: str, replicas: int) -> No
         second.start()
         until(lambda: stands_by(second, SMALL), "the second stands by")
         way.rule = only(scaling(asleep_at, replicas), Fate.HOLD)
-        waiting = Client(first, LARGE)
+        waiting = Client(partial(first.chat, LARGE))
         until(lambda: way.held, "its write is on its way")
         first.send(signal.SIGSTOP)
         until(lambda: slot.holder() == "host_second", "the second takes over", 40)
         # At its unload the resident is still up and stays; at its load nothing is.
         until(lambda: second.chat(SMALL).member == SMALL, "the second serves", 40)
         pods = slot.pods(SMALL)
+        stream = slot.streams(second, SMALL, 80)
 
         landed = way.release()
         first.send(signal.SIGCONT)
 
         assert [each.status for each in landed] == [409]
+        assert not stream.is_done
         until(lambda: first.request("GET", "/readyz").status == 503, "the first stands by", 30)
         assert stands_by(first, SMALL)
         assert (slot.up(), slot.pods(SMALL)) == ([SMALL], pods)
+        assert is_unbroken(stream)
         [told] = waiting.end()
         assert (told.status, told.code) == (503, "slot_unavailable")
         # It runs in no Pod that could be asked: the second gives it time before it stops anything.
@@ -123,7 +106,7 @@ def test_a_patch_lands_after_its_time_out(slot: Slot) -> None:
         # More than the router repeats: it gives the epoch up and begins another one.
         for wanted in (scaling(SMALL, 0), scaling(LARGE, 1)):
             way.rule = only(wanted, Fate.CUT_AND_HOLD, most=9)
-            waiting = Client(router, LARGE)
+            waiting = Client(partial(router.chat, LARGE))
             until(lambda: len(way.held) == 9, "it tries again and again", 40)
             [told] = waiting.end()
             assert (told.status, told.member) == (200, LARGE)
@@ -136,7 +119,7 @@ def test_a_patch_lands_after_its_time_out(slot: Slot) -> None:
             assert slot.up() == [SMALL]
         # And one that lands between the time-out and the next look.
         way.rule = only(scaling(LARGE, 1), Fate.HOLD)
-        waiting = Client(router, LARGE)
+        waiting = Client(partial(router.chat, LARGE))
         until(lambda: len(way.held) == 1, "its write is on its way")
         time.sleep(5.5)  # the time limit of its calls is five seconds
         [last] = way.release()
@@ -172,7 +155,7 @@ def test_kubectl_rollout_undo_on_a_member(slot: Slot) -> None:
         until(lambda: router.chat(LARGE).status == 200, "it is served again")
         # In the middle of its unload, between the mark and the scaling.
         way.rule = only(scaling(LARGE, 0), Fate.HOLD)
-        waiting = Client(router, SMALL)
+        waiting = Client(partial(router.chat, SMALL))
         until(lambda: way.held, "its unload is on its way")
         undo(LARGE)
         [late] = way.release()
@@ -185,11 +168,19 @@ def test_kubectl_rollout_undo_on_a_member(slot: Slot) -> None:
 
 def test_the_lease_is_deleted_under_traffic(slot: Slot) -> None:
     kubectl = slot.cluster.kubectl
-    router = slot.router("host_router")
+    way = slot.way("router")
+    router = slot.router("host_router", way=way)
     router.start()
     assert router.chat(SMALL).member == SMALL
     before, epoch, pods = slot.lease(), slot.epoch(SMALL), slot.pods()
-    traffic = Client(router, SMALL, again=True)
+    # Nobody says that the new one was made; later one patch lands late, and one unseen.
+    way.rule = one_of(
+        only(lambda write: (write.method, write.kind) == ("POST", "leases"), Fate.LOSE_ANSWER),
+        only(scaling(SMALL, 0), Fate.CUT_AND_HOLD),
+        only(scaling(LARGE, 1), Fate.LOSE_ANSWER),
+    )
+    stream = slot.streams(router, SMALL, 50)
+    traffic = Client(partial(router.chat, SMALL), again=True)
 
     with slot.never_two():
         kubectl("delete", "lease", "modelpool-gpu0", "-n", slot.namespace)
@@ -198,9 +189,13 @@ def test_the_lease_is_deleted_under_traffic(slot: Slot) -> None:
         answers = traffic.end()
         assert {each.status for each in answers} == {200}
         assert traffic.broken == []
+        assert is_unbroken(stream)
         assert slot.pods() == pods
-        assert router.chat(LARGE).member == LARGE
-    assert slot.wait_settled()["epoch"] > epoch
+        # Until it has read that the new one is its own it moves nothing.
+        until(lambda: router.chat(LARGE).member == LARGE, "it swaps", 30)
+        assert [each.status for each in way.release()] == [409]
+        assert slot.wait_settled()["epoch"] > epoch
+    assert slot.up() == [LARGE]
 
 
 def test_the_lease_is_deleted_before_the_fence_is_up(slot: Slot) -> None:
@@ -234,7 +229,11 @@ def test_the_lease_is_deleted_before_the_fence_is_up(slot: Slot) -> None:
 
 def test_a_failed_pod_is_left_behind(slot: Slot) -> None:
     kubectl = slot.cluster.kubectl
-    router = slot.router("host_router")
+    way = slot.way("router")
+    way.rule = one_of(
+        only(scaling(SMALL, 0), Fate.LOSE_ANSWER), only(scaling(LARGE, 1), Fate.CUT_AND_HOLD)
+    )
+    router = slot.router("host_router", way=way)
     router.start()
     assert router.chat(SMALL).member == SMALL
     [pod] = slot.pod_objects(SMALL)
@@ -254,6 +253,9 @@ def test_a_failed_pod_is_left_behind(slot: Slot) -> None:
         assert router.chat(LARGE).member == LARGE
         assert phase() == "Failed"
         assert router.chat(SMALL).member == SMALL
+        assert [each.status for each in way.release()] == [409]
+        slot.wait_settled()
+    assert slot.up() == [SMALL]
 
 
 def test_a_node_is_lost_and_its_pod_forgotten(slot: Slot, own: OwnCluster) -> None:
@@ -265,7 +267,11 @@ def test_a_node_is_lost_and_its_pod_forgotten(slot: Slot, own: OwnCluster) -> No
             "spec": {"template": {"spec": {"nodeSelector": {"kubernetes.io/hostname": node.name}}}}
         }
         kubectl("patch", "deployment", SMALL, "-n", slot.namespace, "-p", json.dumps(pin))
-        router = slot.router("host_router", swapBudget="6s")
+        way = slot.way("router")
+        way.rule = one_of(
+            only(scaling(SMALL, 0), Fate.CUT_AND_HOLD), only(scaling(LARGE, 1), Fate.LOSE_ANSWER)
+        )
+        router = slot.router("host_router", way=way, swapBudget="6s")
         router.start()
         until(lambda: router.chat(SMALL).status == 200, "it is up on that node")
         [pod] = slot.pod_objects(SMALL)
@@ -284,6 +290,9 @@ def test_a_node_is_lost_and_its_pod_forgotten(slot: Slot, own: OwnCluster) -> No
             assert "counts as gone" in said
             until(lambda: router.chat(LARGE).status == 200, "the other one is loaded", 60)
             assert slot.pods(SMALL) == [pod["metadata"]["uid"]], "it is still there to be seen"
+            assert [each.status for each in way.release()] == [409]
+            slot.wait_settled()
+            assert slot.up() == [LARGE]
         events = kubectl.items("events.events.k8s.io", "-n", slot.namespace)
         assert "PodForgotten" in {each["reason"] for each in events}
     finally:
