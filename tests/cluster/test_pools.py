@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 
+from cluster_clients import Client
 from cluster_ground import (
     ROUTERS,
     Ground,
@@ -56,22 +59,31 @@ def in_turn(said: list[str], kind: str) -> list[str]:
     return [each for each, _ in groupby(lines)]
 
 
+HOLD_S = 75.0
+"""Longer than a Lease has to be free before the operator acts."""
+
+
 def test_a_pool_of_two_is_kept_as_people_see_it(ground: Ground, start: Start) -> None:
     kubectl, namespace = ground.kubectl, ground.namespace
     start("operator-0")
+    # The second pool has a cold slot and a default, and misses a member, for most of this test.
+    spare = deployment_ref("spare")
     ground.apply(
         ground.service("coder"),
         ground.service("judge"),
         ground.pool("gpu0", service_ref("coder"), service_ref("judge"), default="coder"),
+        ground.deployment("spare", gpus=0),
+        ground.pool("gpu1", spare, deployment_ref("ghost"), default="spare"),
     )
+    untouched = ground.generations("deployment/spare")
     members = ("isvc/coder", "isvc/judge", "deployment/coder", "deployment/judge")
 
-    with one_at_a_time(kubectl, namespace) as pods:
+    with one_at_a_time(kubectl, namespace, "-l", "app!=spare") as pods:
         # A cold default is warmed, and real kubectl prints the columns.
         until(lambda: ground.status().get("residentMember") == "coder", "it is warmed", 150)
         # Until then the load counts as announced and not as landed.
         until(lambda: ground.record()["phase"] == "resident", "and that is recorded", 40)
-        head, row = kubectl("get", "mpool", "-n", namespace).splitlines()
+        head, row, _ = kubectl("get", "mpool", "-n", namespace).splitlines()
         assert head.split() == ["NAME", "POLICY", "RESIDENT", "PHASE", "AGE"]
         assert row.split()[:4] == ["gpu0", "sticky", "coder", "Ready"]
         wide = kubectl("get", "mpool", "-n", namespace, "-o", "wide").splitlines()[0]
@@ -94,8 +106,16 @@ def test_a_pool_of_two_is_kept_as_people_see_it(ground: Ground, start: Start) ->
         before = ground.generations(*members)
         ground.patch("mpool/gpu0", {"spec": {"default": "judge"}})
         until(seen, "the edit was looked at")
-        assert ground.status()["residentMember"] == "coder"
-        assert ground.generations(*members) == before
+        until(lambda: ground.condition("MembersValid", "gpu1") == "False/MissingMembers", "told")
+        over = time.monotonic() + HOLD_S
+        while time.monotonic() < over:
+            assert ground.status()["residentMember"] == "coder"
+            assert ground.generations(*members) == before
+            assert ground.condition("SlotAllocated", "gpu1") == "False/MissingMembers"
+            assert ground.generations("deployment/spare") == untouched
+            time.sleep(1)
+        # All that kept it cold was the one that is missing.
+        ground.patch("mpool/gpu1", {"spec": {"members": [spare]}})
 
         # A missing member: it is named, and nobody moves a replica, not even into a cold slot.
         listed = [service_ref(each) for each in ("coder", "judge", "ghost")]
@@ -122,8 +142,10 @@ def test_a_pool_of_two_is_kept_as_people_see_it(ground: Ground, start: Start) ->
         ground.patch("mpool/gpu0", {"spec": {"members": listed[:2]}})
         until(lambda: ground.status().get("residentMember") == "judge", "judge is warmed", 90)
         assert ground.status()["phase"] == "Ready"
+        until(lambda: ground.status("gpu1").get("residentMember") == "spare", "so is spare", 90)
     assert pods.told == ["+coder", "-coder", "+judge"]
     assert "MissingMembers" in ground.events()
+    assert "MissingMembers" in ground.events("gpu1")
 
 
 def test_a_request_for_the_other_member_is_held_until_it_serves(
@@ -301,7 +323,10 @@ def test_two_routers_never_move_one_slot(
     start("operator-0")
     pool = ground.pool("gpu0", deployment_ref("small"), deployment_ref("large"), default="small")
     ground.apply(
-        ground.deployment("small"), ground.deployment("large"), pool, ground.router("gpu0")
+        ground.deployment("small"),
+        ground.deployment("large"),
+        pool,
+        ground.router("gpu0", shutdownTimeout="20s"),
     )
     second = RouterProcess(
         ground.cluster,
@@ -312,7 +337,10 @@ def test_two_routers_never_move_one_slot(
     )
     try:
         with one_at_a_time(kubectl, namespace) as members:
-            with one_at_a_time(kubectl, namespace, *ROUTERS) as routers:
+            with (
+                one_at_a_time(kubectl, namespace, *ROUTERS) as routers,
+                ThreadPoolExecutor(2) as clients,
+            ):
                 front = ground.front()
                 assert front.chat("small").member == "small"
 
@@ -321,12 +349,21 @@ def test_two_routers_never_move_one_slot(
                 until(lambda: ground.router_said("configuration reloaded"), "it is in force", 90)
                 # What it cannot take in ends it before the next one begins.
                 first = ground.pods("front")[0]["metadata"]["uid"]
+                running = streamed(clients, front, "small")
+                until(lambda: in_work(ground, "small"), "the stream runs")
+                held = clients.submit(front.chat, "large")
+                until(lambda: ground.status().get("held") == 1, "a request is held")
                 more = {"resources": {"requests": {"cpu": "10m"}}}
                 ground.patch("mrouter/front", {"spec": more})
                 until(
                     lambda: [each["metadata"]["uid"] for each in ground.pods("front")] != [first],
                     "it is replaced",
                 )
+                # What it has begun it ends; who has waited in vain is told when to come again.
+                assert is_whole(running.result())
+                put_off = held.result()
+                assert (put_off.status, put_off.code) == (503, "pool_draining")
+                assert 1 <= int(put_off.headers["retry-after"]) <= 60
                 front = ground.front()
                 assert front.chat("small").member == "small"
                 assert members.told == ["+small"], "the resident is adopted"
@@ -340,12 +377,26 @@ def test_two_routers_never_move_one_slot(
             )
             assert refused is not False
             assert (refused.code, name in refused.message) == ("slot_unavailable", True)
-            assert second.request("GET", "/readyz").status == 503
-            assert front.chat("large").member == "large"
-
-            # The first is killed and cannot come back: the second takes over.
-            ground.patch("mrouter/front", {"spec": {"image": "modelpool.test/absent"}})
-            for pid in processes(own, f"POD_NAME={name}"):
+            asked = [
+                Client(partial(second.request, "GET", "/readyz"), again=True),
+                *(Client(partial(second.chat, each), again=True) for each in ("small", "large")),
+            ]
+            try:
+                assert front.chat("large").member == "large"
+                # The first is killed and cannot come back: it does not run any more by the time
+                # when the cluster wants to end it in order.
+                first_router = processes(own, f"POD_NAME={name}")
+                for pid in first_router:
+                    os.kill(pid, signal.SIGSTOP)
+                ground.patch("mrouter/front", {"spec": {"image": "modelpool.test/absent"}})
+            finally:
+                answers = [each.end() for each in asked]
+            # The second stood by all the while.
+            assert all(len(each) > 5 for each in answers)
+            assert {each.status for told in answers for each in told} == {503}
+            assert {each.code for told in answers[1:] for each in told} == {"slot_unavailable"}
+            assert [each.broken for each in asked] == [[], [], []]
+            for pid in first_router:
                 os.kill(pid, signal.SIGKILL)
             until(lambda: second.request("GET", "/readyz").status == 200, "it takes over", 60)
             assert second.chat("large").member == "large"
