@@ -173,9 +173,9 @@ def _stalled(seen: ObservedPool, verdict: Verdict, slot: _Slot) -> tuple[Reason,
 
 def _metal_message(verdict: Verdict) -> str:
     return (
-        f"members on metal cannot be run in a cluster: {', '.join(verdict.metal)}; run them with a "
-        "router on that machine, and take them out of spec.members. Until then no replica of any "
-        "member is touched"
+        "members on metal (spec.accelerator of the InferenceService) cannot be run in a cluster: "
+        f"{', '.join(verdict.metal)}; run them with a router on that machine, and take them out of "
+        "spec.members. Until then no replica of any member is touched"
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from memcluster import Write
-from memcontrollers import GPU, Part
+from memcontrollers import GPU, Part, statefulset
 from modelpool_api.names import FINALIZER, SLOT_ANNOTATION, SLOT_APPLIED_ANNOTATION
 from modelpool_kube import errors
 from modelpool_kube.kinds import (
@@ -16,6 +18,7 @@ from modelpool_kube.kinds import (
     DEPLOYMENTS,
     INFERENCE_SERVICES,
     LEASES,
+    MEMBER_KINDS,
     MODEL_DEPLOYMENTS,
     MODEL_POOLS,
     PODS,
@@ -178,13 +181,30 @@ async def test_given_an_idle_resident_when_another_is_scaled_up_by_hand_then_it_
     world: OperatorWorld,
 ) -> None:
     await pair(world, up="judge")
+    reported: list[tuple[str | None, str | None]] = []
+    early: list[Json] = []
 
+    def see(write: Write) -> None:
+        if write.kind == MODEL_POOLS and write.verb == "status" and write.after:
+            found = write.after["status"]
+            reported.append((found.get("residentMember"), found.get("pendingMember")))
+            phases = {each["name"]: each["phase"] for each in found["members"]}
+            is_left = world.replicas()["judge"] == 0 and world.up() == {"coder"}
+            is_told = phases == {"coder": "Ready", "judge": "Stopped"}
+            if found.get("residentMember") == "coder" and not (is_left and is_told):
+                early.append(found)
+
+    world.cluster.after_write.append(see)
     scale(world, "coder", 1)
-    await world.run(until=lambda: world.replicas()["judge"] == 0)
-
-    assert world.status()["residentMember"] != "coder"
     await world.run(until=resident(world, "coder"))
+
+    assert not early
+    steps = [each for each, _ in itertools.groupby(reported)]
+    assert steps[0] == ("judge", "coder")
+    assert steps[-1] == ("coder", None)
+    assert {name for name, _ in steps[:-1]} <= {"judge", None}  # not reported before it is so
     assert world.up() == {"coder"}
+    assert world.replicas() == {"coder": 1, "judge": 0}
 
 
 async def test_given_a_busy_resident_then_the_swap_is_deferred_until_it_is_idle(
@@ -399,6 +419,198 @@ async def test_given_a_member_that_cannot_land_on_the_slots_nodes_then_it_is_rep
 
     assert "zone=a" in world.status()["members"][0]["message"]
     assert world.status()["phase"] == "Pending"
+
+
+# What is wrong with members: nothing of any of them is written until it is mended
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Members that cannot take turns, what must be said about it, and how it is mended."""
+
+    name: str
+    build: Callable[[OperatorWorld], object]
+    reason: str
+    says: tuple[str, ...]
+    """Field, value and way out."""
+    mend: Callable[[OperatorWorld], object]
+    condition: str = "MembersValid"
+    pool: str = "gpu0"
+
+
+def _two_up(world: OperatorWorld, *more: Any, **spec: Any) -> None:
+    # left alone these two would not stay up together
+    world.member("coder", replicas=1)
+    world.member("judge", replicas=1)
+    world.pool("gpu0", "coder", "judge", *more, default="judge", **spec)
+
+
+def _edited(name: str, before: Json, after: Json) -> tuple[Any, Any]:
+    """Return what breaks and what mends the spec of a member."""
+
+    def build(world: OperatorWorld) -> None:
+        _two_up(world)
+        world.cluster.edit(DEPLOYMENTS, NS, name, before)
+
+    return build, lambda world: world.cluster.edit(DEPLOYMENTS, NS, name, after)
+
+
+def _listing(*members: str) -> Callable[[OperatorWorld], object]:
+    listed = [{"deploymentRef": {"name": each}, "profile": "llama-server"} for each in members]
+    patch = {"spec": {"members": listed, "default": members[-1]}}
+    return lambda world: world.cluster.edit(MODEL_POOLS, NS, "gpu0", patch)
+
+
+def _metal(world: OperatorWorld) -> None:
+    world.service("mac", accelerator="metal", replicas=0)
+    _two_up(world, {"inferenceServiceRef": {"name": "mac"}})
+
+
+def _volumes(policy: str) -> Json:
+    return {"spec": {"persistentVolumeClaimRetentionPolicy": {"whenScaled": policy}}}
+
+
+def _with_set(world: OperatorWorld) -> None:
+    world.cluster.put(STATEFULSETS, NS, statefulset("big"))
+    world.cluster.edit(STATEFULSETS, NS, "big", _volumes("Delete"))
+    _two_up(world, {"statefulSetRef": {"name": "big"}})
+
+
+def _twice(world: OperatorWorld) -> None:
+    _two_up(world, {"name": "again", "deploymentRef": {"name": "coder"}})
+
+
+def _below(world: OperatorWorld) -> None:
+    world.service("svc", replicas=0)
+    refs = [{"name": "above", "inferenceServiceRef": {"name": "svc"}}]
+    _two_up(world, *refs, {"deploymentRef": {"name": "svc"}})
+
+
+def _older(world: OperatorWorld) -> None:
+    world.pool("a-first", "judge")
+    _two_up(world)
+
+
+def _noted(world: OperatorWorld) -> None:
+    _two_up(world)
+    note = {"annotations": {SLOT_ANNOTATION: "other/modelpool-x:4"}}
+    world.cluster.edit(DEPLOYMENTS, NS, "coder", {"metadata": note})
+
+
+UNSAFE, SHARED = "UnsafeMember", "MemberShared"
+ROLLING = {"spec": {"strategy": {"type": "RollingUpdate"}}}
+RECREATE = {"spec": {"strategy": {"type": "Recreate"}}}
+BROKEN = [
+    Broken(
+        "missing",
+        lambda world: _two_up(world, "absent"),
+        "MissingMembers",
+        ("spec.members", "absent (Deployment lab/absent)", "create it, or take it out"),
+        lambda world: world.member("absent"),
+    ),
+    Broken(
+        "metal",
+        _metal,
+        "MetalMembersUnsupported",
+        ("spec.accelerator", "mac", "take them out of spec.members"),
+        _listing("coder", "judge"),
+        condition="MetalSupported",
+    ),
+    Broken(
+        "rolling",
+        _edited("coder", ROLLING, RECREATE)[0],
+        UNSAFE,
+        ("member coder", "RollingUpdate", "set spec.strategy: {type: Recreate}"),
+        _edited("coder", ROLLING, RECREATE)[1],
+    ),
+    Broken(
+        "two replicas",
+        _edited("coder", {"spec": {"replicas": 2}}, {})[0],
+        UNSAFE,
+        ("member coder", "asks for 2 replicas", "set spec.replicas to 0"),
+        _edited("coder", {}, {"spec": {"replicas": 1}})[1],
+    ),
+    Broken(
+        "volumes",
+        _with_set,
+        UNSAFE,
+        ("member big", "deletes its volumes", "whenScaled: Retain"),
+        lambda world: world.cluster.edit(STATEFULSETS, NS, "big", _volumes("Retain")),
+    ),
+    Broken(
+        "two names",
+        _twice,
+        UNSAFE,
+        (
+            "member again: it is Deployment lab/coder, and so is member coder",
+            "remove one of them",
+            "`models`",
+        ),
+        _listing("coder", "judge"),
+    ),
+    Broken(
+        "above and below",
+        _below,
+        UNSAFE,
+        ("member svc: Deployment svc", "which is member above", "keep the inferenceServiceRef"),
+        _listing("coder", "judge"),
+    ),
+    Broken(
+        "listed by another",
+        _older,
+        SHARED,
+        ("member judge: Deployment lab/judge", "ModelPool a-first", "take it out of one of them"),
+        lambda world: world.cluster.remove(MODEL_POOLS, NS, "a-first"),
+    ),
+    Broken(
+        "marked by another",
+        _noted,
+        SHARED,
+        (
+            f"annotation {SLOT_ANNOTATION}",
+            "member coder: Deployment lab/coder belongs to the slot other/modelpool-x",
+            "remove the annotation if that pool is no more",
+        ),
+        lambda world: world.cluster.edit(
+            DEPLOYMENTS, NS, "coder", {"metadata": {"annotations": {SLOT_ANNOTATION: None}}}
+        ),
+    ),
+]
+
+
+def touched(world: OperatorWorld) -> list[str]:
+    """Return what was written to members, or to what is below them."""
+    return [
+        f"{each.verb} {each.kind.kind} {each.name}"
+        for each in world.writes()
+        if each.kind in MEMBER_KINDS.values()
+        and each.verb != "status"
+        and not (each.verb == "create" and each.before is None)  # below a service that is at 0
+    ]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda each: each.name)
+async def test_given_members_that_cannot_take_turns_then_none_is_written_until_it_is_mended(
+    world: OperatorWorld, broken: Broken
+) -> None:
+    broken.build(world)
+    world.start()
+
+    await world.run(1200)
+
+    assert touched(world) == []
+    assert world.says(broken.condition) == f"False/{broken.reason}"
+    message = world.condition(broken.condition)["message"]
+    for piece in broken.says:
+        assert piece in message
+    assert message.count(". Until then no replica of any member is touched") == 1
+    assert world.says("Stalled") == f"True/{broken.reason}"
+    assert world.condition("Stalled")["message"] == message
+    assert world.status()["phase"] == "Degraded"
+    broken.mend(world)
+    await world.run(600, until=lambda: world.status()["phase"] == "Ready")
+    assert touched(world)
+    assert sum(world.replicas().values()) == 1
 
 
 # Others who scale
