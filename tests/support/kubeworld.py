@@ -17,8 +17,8 @@ from typing import Any
 
 import memroles
 from memcluster import MemCluster, MemPort, Request, Write, copied
-from memcontrollers import Part, World, deployment, is_finished, owner, runs, statefulset
-from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
+from memcontrollers import Part, World, deployment, is_finished, owner, pod_spec, runs, statefulset
+from modelpool_api.names import APP_COMPONENT_LABEL, RECORD_ANNOTATION, SLOT_ANNOTATION
 from modelpool_api.v1alpha1.modelpool import REFS
 from modelpool_kube.kinds import (
     DEPLOYMENTS,
@@ -116,6 +116,12 @@ class Engines(MemberProber):
         pod = self._pod(host)
         if pod is None:
             return None
+        router = self._world.routers.get(pod["metadata"]["name"])
+        if router is not None:
+            if path != "/readyz" or pod["metadata"]["name"] in self._world.deaf:
+                return None
+            checks = {"router": "ok", f"pool {router.pool}": router.readiness}
+            return 503, json.dumps({"checks": checks}).encode()
         name = self._world.member_of(pod)
         self.asked.append((name, path))
         if name in self._world.deaf:
@@ -160,6 +166,8 @@ class KubeWorld:
         self.failing: set[str] = set()
         """Members whose containers end at once, again and again."""
         self.immortal: set[str] = set()
+        self.routers: dict[str, KubernetesDriver] = {}
+        """By name; those that have a Pod answer how ready they are."""
         self.refused: list[Request] = []
         """What routers asked for and their Role does not allow."""
         self.unload_s: dict[str, float] = {}
@@ -207,7 +215,7 @@ class KubeWorld:
             return allowed
 
         port.rights = may
-        return KubernetesDriver(
+        made = self.routers[name] = KubernetesDriver(
             PoolName("gpu0"),
             self.specs(known),
             port=port,
@@ -219,6 +227,13 @@ class KubeWorld:
             rng=random.Random(name),
             **more,
         )
+        return made
+
+    def add_router_pod(self, name: str) -> None:
+        """Make the Pod that the router called *name* runs in."""
+        labels = {"app": "router", APP_COMPONENT_LABEL: "router"}
+        body = {"metadata": {"name": name, "labels": labels}, "spec": pod_spec(0)}
+        self.cluster.put(PODS, NAMESPACE, body)
 
     def specs(self, known: Profile | None = None, **more: Any) -> dict[MemberName, KubeMember]:
         """Return the members as the driver knows them."""

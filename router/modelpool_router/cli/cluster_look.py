@@ -170,8 +170,9 @@ def needed_rights(pool: PoolPlace) -> list[tuple[str, Kind, str, str]]:
         for kind in (PODS, REPLICASETS, AUTOSCALERS):
             for verb in ("list", "watch"):
                 rights.append((verb, kind, member.namespace, ""))
-    # The Pod of the router that held the slot before.
-    rights.append(("get", PODS, pool.lease_namespace, ""))
+    # The Pod of the router that held the slot before; those of all, where no Lease tells.
+    for verb in ("get", "list"):
+        rights.append((verb, PODS, pool.lease_namespace, ""))
     return list(dict.fromkeys(rights))
 
 

@@ -10,6 +10,7 @@ from modelpool_kube.slotrules import NotYet, Probe, Ready
 
 from ..core.spec import MemberName
 from .base import DriverUnavailable, SlotMemory
+from .kube_book import NOT_ASKED
 from .kube_life import Life
 from .kube_members import KubeMember
 from .kube_pods import address_of, life_of, load_trouble, loss_of, port_of
@@ -54,6 +55,8 @@ class Adopting(Unloading):
             if not self._has_seen_members():
                 return "the members were not seen yet"
             self._judge_members()
+            if self._unseen_others == NOT_ASKED:
+                return "other routers were not looked for yet"
             async with self._act:
                 untouched = bool(self._invalid or self._contested())
                 if not untouched and record is None:
@@ -91,6 +94,9 @@ class Adopting(Unloading):
                             if other is not keep and not await self._in_use(other):
                                 await self._scale(other, begun, up=False)
                         return f"{keep.name} is loading since before this router"
+                    was_announced = record.phase is Phase.LOADING and record.target == keep.name
+                    if not was_announced and (why := self._used_by_others(keep)):
+                        return f"{keep.name} does not answer, and {why}"
                     taking_down = True
                 for member in halves:
                     await self._scale(member, begun, up=False)
@@ -119,7 +125,7 @@ class Adopting(Unloading):
             prefer=MemberName(prefer) if prefer is not None else None,
         )
         for name, (pod, port) in found.items():
-            life = self._lives[name] = Life(self._members[name])
+            life = self._lives[name] = Life(self._members[name], is_found=True)
             self._begin_life(life, pod, port, parallels[name])
         self._is_adopted = True
         if not untouched:

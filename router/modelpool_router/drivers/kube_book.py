@@ -26,11 +26,15 @@ from ..core.view import PoolView
 from .base import LostCallback, SlotMemory, SlotStanding, StandingCallback
 from .kube_life import Life, MemberProber
 from .kube_members import KubeLimits, KubeMember, KubeSlot
+from .kube_previous import Other
+from .kube_record import with_asked
 from .kube_watch import PoolWatch
 from .profiles import Readiness
 
 _log = logging.getLogger(__name__)
 _LIMITS = KubeLimits()
+NOT_ASKED = "nobody has looked yet"
+"""Of other routers."""
 
 
 class SlotBook:
@@ -107,7 +111,13 @@ class SlotBook:
         self._memory = SlotMemory()
         self._pulse = asyncio.Event()
         self._previous: str | None = None
-        """Who held the slot before us and may still forward requests."""
+        """Who held the slot before us, until that router is out of the way."""
+        self._others: dict[str, Other] = {}
+        """Other routers that may know of members which are up, as they were seen last."""
+        self._was_asked = True
+        """Whether all who may have held the slot before us are known and were looked for."""
+        self._unseen_others = ""
+        """Why it is not known which other routers there are; empty when it is."""
         self._held_since = 0.0
         self._invalid = ""
         self._changes: dict[MemberName, ForeignChanges] = {}
@@ -189,7 +199,7 @@ class SlotBook:
             await self._keeper.write(lambda record: self._dated(record or SlotRecord(), make))
 
     def _dated(self, record: SlotRecord, make: Callable[[SlotRecord], SlotRecord]) -> SlotRecord:
-        made = make(record)
+        made = with_asked(make(record), was_asked=self._was_asked)
         if made.phase != record.phase or made.owner != record.owner:
             made = replace(made, since=micro_time(self._port.wall()))
         return made

@@ -25,6 +25,8 @@ class Life:
     spec: KubeMember
     is_scaled: bool = False
     """Its scaling up was acknowledged, in an epoch that still counts."""
+    is_found: bool = False
+    """It was up before we held the slot, so that other routers may know of it."""
     is_stopping: bool = False
     is_lost: bool = False
     before: frozenset[str] | None = None

@@ -171,7 +171,11 @@ class Moving(Standing):
             if port is None:
                 return f"it was scaled up by somebody else, and no port of {name_of(pod)} is known"
             verdict = await self._idleness(member, address_of(pod), port)
-            if verdict is Idleness.IDLE or await self._prober.refuses(address_of(pod), port):
+            if await self._prober.refuses(address_of(pod), port):
+                continue
+            if verdict is Idleness.IDLE:
+                if why := self._used_by_others(member):
+                    return why
                 continue
             return f"it was scaled up by somebody else, and its engine is {verdict.value}"
         return ""

@@ -14,6 +14,22 @@ _EMPTY = (Phase.COLD, Phase.RELEASED, Phase.UNLOADING)
 """Phases that an empty slot may have been left in."""
 
 
+_ASKED = "routersAsked"
+"""Field of a record: no router that nobody knows of can have held the slot before."""
+
+
+def was_asked(record: SlotRecord | None) -> bool:
+    """Return whether everybody who held the slot is told by the Lease: it was not made anew."""
+    return record is not None and record.extra.get(_ASKED) is True
+
+
+def with_asked(record: SlotRecord, *, was_asked: bool) -> SlotRecord:
+    """Return *record*, saying that other routers were asked if they were."""
+    if not was_asked or record.extra.get(_ASKED) is True:
+        return record
+    return replace(record, extra={**record.extra, _ASKED: True})
+
+
 def landed_record(member: MemberName) -> Callable[[SlotRecord], SlotRecord]:
     def make(record: SlotRecord) -> SlotRecord:
         return replace(

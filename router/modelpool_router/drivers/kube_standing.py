@@ -6,13 +6,16 @@ import asyncio
 import logging
 
 from modelpool_api.names import SLOT_ANNOTATION
+from modelpool_kube.errors import KubeError
 from modelpool_kube.kinds import annotation
 from modelpool_kube.record import read_mark
 from modelpool_kube.slotrules import unsafe
 
 from .base import DriverUnavailable, SlotStanding
-from .kube_book import SlotBook
-from .kube_previous import is_out_of_the_way
+from .kube_book import NOT_ASKED, SlotBook
+from .kube_members import KubeMember
+from .kube_previous import Other, look_around, look_at
+from .kube_record import was_asked
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +31,11 @@ class Standing(SlotBook):
             self._tenure = keeper.tenure
             self._begun = None
             self._held_since = self._loop.time()
-            if self._previous is not None:
-                self._own(self._until_previous_is_out(keeper.tenure), "previous holder")
+            self._was_asked = was_asked(keeper.record)
+            self._others = {} if self._previous is None else {self._previous: Other.ACTIVE}
+            self._unseen_others = "" if self._was_asked else NOT_ASKED
+            if self._others or not self._was_asked:
+                self._own(self._until_others_are_out(keeper.tenure), "other routers")
         self._judge()
         self._wake()
 
@@ -64,13 +70,51 @@ class Standing(SlotBook):
         contested = self._contested()
         if contested:
             return SlotStanding(f"ReplicasContested: {contested}")
-        if self._previous is not None:
-            return SlotStanding(
-                f"router {self._previous} held the slot before and may still forward requests; "
-                "nothing is stopped until its Pod is gone or it answers that it stands by, or "
-                f"somebody says `modelpool forget {self._previous}`"
+        if not self._is_adopted and self._unseen_others == NOT_ASKED:
+            return self.standing  # as above
+        return SlotStanding(self._waits_for_others())
+
+    def _waits_for_others(self) -> str:
+        """Return why nothing may be moved because of other routers; empty when it may."""
+        found = [life.spec for life in self._lives.values() if life.is_found]
+        is_open = self._previous is not None or bool(found) or not self._is_adopted
+        if not is_open:
+            return ""  # what is up was brought up by us, and nobody else knows of it
+        if self._unseen_others:
+            return (
+                f"the Lease {self._slot.lease} was made anew, so a router may have held the slot "
+                f"before that still forwards requests, and none can be looked for: "
+                f"{self._unseen_others}; this router has to be allowed to list the Pods of "
+                f"{self._slot.namespace}"
             )
-        return SlotStanding()
+        for name, other in self._others.items():
+            if other is Other.ACTIVE:
+                held = "held" if name == self._previous else "may have held"
+                return (
+                    f"router {name} {held} the slot before and may still forward requests; nothing "
+                    "is stopped until its Pod is gone or it answers that it stands by: delete the "
+                    f"Pod, or say `modelpool forget {name}` if its machine is off"
+                )
+        for spec in found:
+            if spec.profile.idle_path is None and self._others:
+                name = min(self._others)
+                return (
+                    f"router {name} stands by and may still wait for answers of {spec.name}, which "
+                    "has no idle probe; nothing is stopped until its Pod is gone: delete the Pod, "
+                    f"or say `modelpool forget {name}` if its machine is off"
+                )
+        return ""
+
+    def _used_by_others(self, member: KubeMember) -> str:
+        """Return why another router may be using *member*, although its engine is idle."""
+        if self._unseen_others:
+            return "another router may still forward requests to it"
+        for name, other in self._others.items():
+            if other is Other.ACTIVE:
+                return f"router {name} may still forward requests to it"
+            if member.profile.idle_path is None:
+                return f"router {name} may still wait for its answers, and it has no idle probe"
+        return ""
 
     def _step_aside(self) -> None:
         self._is_adopted = False
@@ -123,24 +167,57 @@ class Standing(SlotBook):
             self._begun = None
         self._judge()
 
-    async def _until_previous_is_out(self, tenure: int) -> None:
-        while self._previous is not None and self._keeper.tenure == tenure:
-            record = self._keeper.record
-            forgotten = record is not None and self._previous in record.forgotten
-            if forgotten or await is_out_of_the_way(
-                self._port,
-                self._prober,
-                namespace=self._slot.namespace,
-                holder=self._previous,
-                pool=str(self.pool),
-                held_s=self._loop.time() - self._held_since,
-                grace_s=15.0,
-            ):
-                self._previous = None
+    async def _until_others_are_out(self, tenure: int) -> None:
+        """Look at who may have held the slot before us until they all are out of the way."""
+        while self._keeper.tenure == tenure:
+            if self._keeper.is_held:
+                await self._look_at_others()
                 self._judge()
                 self._wake()
+            if not self._others and not self._unseen_others:
                 return
-            await asyncio.sleep(self._limits.look_s)
+            is_urgent = self._unseen_others or Other.ACTIVE in self._others.values()
+            await asyncio.sleep(self._limits.look_s if is_urgent else self._limits.resync_s)
+
+    async def _look_at_others(self) -> None:
+        record = self._keeper.record
+        forgotten = () if record is None else record.forgotten
+        where, pool = self._slot.namespace, str(self.pool)
+        found: dict[str, Other] = {}
+        unseen = ""
+        if not self._was_asked:
+            try:
+                found = await look_around(
+                    self._port,
+                    self._prober,
+                    namespace=where,
+                    me=self._slot.holder,
+                    pool=pool,
+                    forgotten=forgotten,
+                )
+            except KubeError as error:
+                unseen = str(error)
+        if self._previous is not None:
+            found[self._previous] = await look_at(
+                self._port,
+                self._prober,
+                namespace=where,
+                holder=self._previous,
+                pool=pool,
+                forgotten=forgotten,
+                held_s=self._loop.time() - self._held_since,
+                grace_s=15.0,
+            )
+            if found[self._previous] is Other.GONE:
+                self._previous = None
+        has_blind = any(each.profile.idle_path is None for each in self._all_members())
+        for name, other in list(found.items()):
+            if other is Other.GONE or (other is Other.STANDBY and not has_blind):
+                del found[name]
+        self._others, self._unseen_others = found, unseen
+        if not found:
+            self._previous = None
+            self._was_asked = self._was_asked or not unseen
 
     def _contested(self) -> str:
         now = self._loop.time()

@@ -20,6 +20,8 @@ from .kube_members import KubeMember
 from .kube_record import emptied_record
 
 _log = logging.getLogger(__name__)
+_ANEW = ("NotFenced", "NotScaledDown", "WriteInFlight")
+"""What only a write of ours in a new epoch mends."""
 _OCCUPIED = (Phase.RESIDENT, Phase.DRAINING)
 
 
@@ -69,6 +71,15 @@ class Unloading(Loading):
                 if self._has_vanished(spec):
                     is_gone = await self._is_nothing_of_ours(spec)
                     return None if is_gone else f"Pods of {member} are left"
+                current = self._current()
+                if is_asked and current is not None:
+                    # To look, anybody's epoch will do. Two that began one after the other for each
+                    # look would keep the controllers busy with marks, and neither would end.
+                    found = await self._look_gone(spec, current)
+                    if isinstance(found, Gone):
+                        return None
+                    if found.reason not in _ANEW:
+                        return f"{member} is not gone: {found.detail}"
                 begun = await self._epoch_for(purpose, announce)
                 await self._scale(spec, begun, up=False)
                 is_asked = True

@@ -685,6 +685,22 @@ async def test_nothing_starts_beside_what_somebody_else_has_put_up(bench: Bench)
     assert bench.world.up() == {"beta"}
 
 
+async def test_two_that_are_taken_down_at_once_do_not_keep_each_other_from_it(
+    bench: Bench,
+) -> None:
+    """Each mark is a change that a controller, which is slow here, has to look at first."""
+    driver = await bench.started()
+    bench.world.step_s = 2.0
+    bench.world.scale("alpha", 1)
+    bench.world.scale("beta", 1)
+    await until(lambda: bench.world.replicas("alpha") == bench.world.replicas("beta") == 0)
+    epoch = bench.world.record().epoch
+
+    await until(lambda: bench.world.up() == set() and not driver._correcting, 100.0)
+
+    assert bench.world.record().epoch <= epoch + 2
+
+
 async def test_a_member_that_is_added_while_it_is_up_is_taken_down_when_idle(bench: Bench) -> None:
     driver = bench.driver()
     both = bench.world.specs()
