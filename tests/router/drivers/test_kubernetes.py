@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 
 import pytest
 
 from kubeworld import LEASE, NAMESPACE, KubeWorld, Watchman
-from memcluster import Trail
+from memcluster import Trail, WatchFilter, repeating, swapping
 from memcontrollers import OUT_OF_SERVICE, deployment, node, pod_spec
 from modelpool_api.names import RECORD_ANNOTATION, SLOT_ANNOTATION
 from modelpool_kube import errors
 from modelpool_kube.kinds import AUTOSCALERS, DEPLOYMENTS, LEASES, NODES, PODS, Json, annotation
+from modelpool_kube.port import WatchEvent
 from modelpool_kube.record import Phase, decode
 from modelpool_router.core.events import Idleness
 from modelpool_router.core.spec import MemberName
@@ -160,15 +162,25 @@ async def test_requests_can_go_to_a_service_instead(bench: Bench) -> None:
     assert (endpoint.host, endpoint.port) == ("front.lab.svc", 8000)
 
 
-async def test_at_rest_nothing_but_the_lease_is_written(bench: Bench) -> None:
-    driver = await bench.started()
+async def test_at_rest_nothing_but_the_lease_is_written_and_nothing_is_polled(
+    bench: Bench,
+) -> None:
+    port = bench.world.cluster.port("router-1")
+    driver = await bench.started(port=port)
     await driver.activate(ALPHA)
+    await asyncio.sleep(30)
     trail = Trail(bench.world.cluster)
+    before = len(port.requests)
 
     await asyncio.sleep(600)
 
     assert {write.kind for write in trail.new("router-1")} == {LEASES}
     assert bench.losses == []
+    asked = Counter(each.verb for each in port.requests[before:])
+    # Renewals of the Lease; and watches, which end by themselves now and then.
+    assert asked.keys() <= {"patch", "list", "watch"}
+    assert asked["patch"] <= 600 / (15 * 0.27) + 1
+    assert asked["list"] == asked["watch"] <= 5 * 3
 
 
 # Adopting
@@ -521,10 +533,30 @@ async def test_a_patch_that_lands_long_after_it_was_given_up_changes_nothing(ben
         assert bench.world.up() == set()
 
 
-async def test_watches_that_lie_late_or_not_at_all_cost_time_only(bench: Bench) -> None:
-    port = bench.world.cluster.port("router-1")
+def forgetful() -> WatchFilter:
+    """Return a filter that loses every second event and repeats others."""
     rng = random.Random(3)
-    port.watch_filter = lambda event: [event] * rng.choice([0, 0, 1, 2])
+    return lambda event: [event] * rng.choice([0, 0, 1, 2])
+
+
+def in_each_watch(make: Callable[[], WatchFilter]) -> WatchFilter:
+    """Return *make*'s filter for the objects of each watch by themselves."""
+    made: dict[str, WatchFilter] = {}
+
+    def filtered(event: WatchEvent) -> Iterable[WatchEvent]:
+        kind, name = event.object["kind"], event.object["metadata"]["name"]
+        watch = f"{kind} {name}" if kind == "Deployment" else str(kind)
+        return made.setdefault(watch, make())(event)
+
+    return filtered
+
+
+@pytest.mark.parametrize("filtered", [forgetful, repeating, swapping])
+async def test_watches_that_lie_late_or_not_at_all_cost_time_only(
+    bench: Bench, filtered: Callable[[], WatchFilter]
+) -> None:
+    port = bench.world.cluster.port("router-1")
+    port.watch_filter = in_each_watch(filtered)
     driver = await bench.started(port=port)
     for _ in range(5):
         await driver.activate(ALPHA)
@@ -532,6 +564,23 @@ async def test_watches_that_lie_late_or_not_at_all_cost_time_only(bench: Bench) 
         await driver.activate(BETA)
         assert bench.world.up() == {"beta"}
         await driver.deactivate(BETA)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 5, 8])
+async def test_members_that_are_read_from_the_past_cost_time_only(bench: Bench, nth: int) -> None:
+    cluster = bench.world.cluster
+    port = cluster.port("router-1")
+    driver = await bench.started(port=port)
+    for _ in range(3):
+        for old, new in ((ALPHA, BETA), (BETA, ALPHA)):
+            await driver.activate(old)
+            # Some reads of each step show how it was before the step began.
+            port.stale(cluster.version, verb="get", kind=DEPLOYMENTS, nth=nth, times=3)
+            await driver.deactivate(old)
+            port.stale(cluster.version, verb="get", kind=DEPLOYMENTS, nth=nth, times=3)
+            await driver.activate(new)
+            assert bench.world.up() == {str(new)}
+            await driver.deactivate(new)
 
 
 # Other routers

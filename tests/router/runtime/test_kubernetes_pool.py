@@ -29,9 +29,17 @@ ALPHA, BETA = MemberName("alpha"), MemberName("beta")
 class Router:
     """One router's pool."""
 
-    def __init__(self, world: KubeWorld, name: str, *, default: MemberName | None = None) -> None:
+    def __init__(
+        self,
+        world: KubeWorld,
+        name: str,
+        *,
+        default: MemberName | None = None,
+        ledger: HoldLedger | None = None,
+    ) -> None:
         self.port: MemPort = world.cluster.port(name)
         self.found: PoolRuntime | None = None
+        self.ledger = ledger or HoldLedger()
         spec = PoolSpec(
             PoolName("gpu0"),
             {member: MemberSpec(member) for member in (ALPHA, BETA)},
@@ -48,7 +56,7 @@ class Router:
                 standing=self._stand,
                 view=self._view,
             ),
-            ledger=HoldLedger(),
+            ledger=self.ledger,
             tickets=itertools.count(1),
             listener=lambda name, note: None,
         )
@@ -231,6 +239,34 @@ async def test_no_warm_request_awaits_the_api_server() -> None:
         assert set(answers) == {"ok"}
         assert loop.time() - began < 0.1
         router.port.paused.set()
+
+
+async def test_a_swap_that_hangs_in_one_pool_costs_the_other_pool_nothing() -> None:
+    """Two pools of one router, on two clusters; what one asks for is taken in and not answered."""
+    async with routers("router-1") as (_, (router,)):
+        elsewhere = KubeWorld(step_s=0.05)
+        stuck = Router(elsewhere, "router-1", ledger=router.ledger)
+        await stuck.pool.start()
+        assert (await stuck.use(ALPHA), await router.use(ALPHA)) == ("ok", "ok")
+        loop = asyncio.get_running_loop()
+        swap = loop.create_task(stuck.use(BETA))
+        await until(lambda: elsewhere.record().phase is Phase.UNLOADING)
+        stuck.port.paused = asyncio.Event()
+        await asyncio.sleep(1)
+        began = loop.time()
+
+        answers = [await router.use(ALPHA) for _ in range(500)]
+
+        assert set(answers) == {"ok"}
+        assert loop.time() - began < 0.1
+        assert await router.use(BETA) == "ok"
+        assert elsewhere.replicas("beta") == 0
+        assert not swap.done()
+        stuck.port.paused.set()
+        stuck.port.paused = None
+        assert await swap == "ok"
+        await stuck.pool.stop(stop_members=True)
+        await elsewhere.end()
 
 
 async def test_a_default_that_cannot_start_keeps_nobody_from_the_slot() -> None:
