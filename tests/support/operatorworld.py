@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,8 @@ from modelpool_operator.engine.reconcilers import (
 from modelpool_operator.engine.sessions import SlotSessions
 from operatorworld_checks import OperatorChecks, is_renewal, member_of_pod, up
 
+Pass = Callable[[Key], Awaitable[float | None]]
+"""One pass over an object; says when to come back."""
 NS = "lab"
 IMAGE = "modelpool:test"
 RIGHTS = memroles.of_operator()
@@ -96,7 +98,7 @@ class Process:
         self.pools = PoolReconciler(
             observer, actor, self.sessions, world.members, again=self._wake_pool
         )
-        self._passes = {
+        self.passes: dict[Kind, Pass] = {
             MODEL_POOLS: self.pools.reconcile,
             INFERENCE_SERVICES: ServiceReconciler(observer, actor).reconcile,
             MODEL_ROUTERS: RouterReconciler(observer, actor, default_image=IMAGE).reconcile,
@@ -115,7 +117,7 @@ class Process:
 
     def wake_all(self) -> None:
         """Everything is to be looked at again."""
-        for kind in self._passes:
+        for kind in self.passes:
             for obj in self._world.cluster.all(kind):
                 key = (obj["metadata"]["namespace"], obj["metadata"]["name"])
                 self._due[kind, key] = self.port.now()
@@ -131,7 +133,7 @@ class Process:
         for kind, key in due:
             self._due.pop((kind, key), None)
             try:
-                again = await self._passes[kind](key)
+                again = await self.passes[kind](key)
             except KubeError as error:
                 self.failures.append(error)
                 again = 1.0
@@ -347,4 +349,4 @@ def is_operator(actor: str) -> bool:
     return actor.startswith(("operator", "first", "second"))
 
 
-__all__ = ["IMAGE", "NS", "OPERATOR_MANAGER", "Members", "OperatorWorld", "Process"]
+__all__ = ["IMAGE", "NS", "OPERATOR_MANAGER", "Members", "OperatorWorld", "Pass", "Process"]

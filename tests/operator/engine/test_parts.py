@@ -14,15 +14,26 @@ from memcluster import MemCluster
 from memcontrollers import deployment
 from modelpool_api.names import SLOT_ANNOTATION
 from modelpool_kube import errors
-from modelpool_kube.kinds import DEPLOYMENTS, EVENTS, MODEL_POOLS, Json
+from modelpool_kube.kinds import (
+    DEPLOYMENTS,
+    EVENTS,
+    INFERENCE_SERVICES,
+    LEASES,
+    MODEL_POOLS,
+    MODEL_ROUTERS,
+    Json,
+    Kind,
+)
 from modelpool_kube.slotrules import Facts, Look, Member
 from modelpool_operator.app import health
+from modelpool_operator.engine.acting import Actor, Key
 from modelpool_operator.engine.events import NOTE_LIMIT, WINDOW_S, EventRecorder
 from modelpool_operator.engine.memory import LeaseMemory, ScaleMemory
 from modelpool_operator.engine.metrics import OperatorMetrics
 from modelpool_operator.plan.members import ObservedMember
-from modelpool_operator.plan.model import Happened
+from modelpool_operator.plan.model import Create, Delete, Happened, Patch, delete_of, patch_of
 from modelpool_operator.settings import read
+from operatorworld import OperatorWorld, Pass
 
 POOL: Json = {"metadata": {"name": "gpu0", "namespace": "lab", "uid": "u-1"}}
 COLD = Happened("MemberWarmed", "judge is being loaded")
@@ -247,3 +258,61 @@ def test_given_no_cluster_then_the_program_says_so_and_ends(tmp_path: Path) -> N
     assert done.returncode == 1
     assert "cannot reach a cluster" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# One step, one request
+
+
+@pytest.mark.parametrize("what", ["create", "patch", "delete"])
+async def test_given_an_action_then_it_is_one_request(what: str) -> None:
+    cluster = MemCluster()
+    made = cluster.put(DEPLOYMENTS, "lab", deployment("judge"))
+    port = cluster.port("operator")
+    actions: dict[str, Create | Patch | Delete] = {
+        "create": Create(DEPLOYMENTS, "lab", deployment("coder")),
+        "patch": patch_of(DEPLOYMENTS, made, {"spec": {"paused": True}}),
+        "delete": delete_of(DEPLOYMENTS, made),
+    }
+
+    await Actor(port, EventRecorder(port, "operator-0")).write(actions[what])
+
+    assert [(each.verb, each.kind) for each in port.requests] == [(what, DEPLOYMENTS)]
+
+
+@pytest.mark.looptime(idle_timeout=100_000)
+async def test_given_any_pass_then_it_writes_one_thing_at_most() -> None:
+    world = OperatorWorld()
+    process = world.start()
+    counts: dict[Kind, list[int]] = {kind: [] for kind in process.passes}
+
+    def counted(kind: Kind, reconcile: Pass) -> Pass:
+        async def one(key: Key) -> float | None:
+            before = len(process.port.requests)
+            try:
+                return await reconcile(key)
+            finally:
+                # Events tell of it; what a Lease guards is written as the fence demands.
+                asked = process.port.requests[before:]
+                guarded = (LEASES, DEPLOYMENTS) if kind == MODEL_POOLS else (LEASES,)
+                wrote = [each for each in asked if each.is_write and each.kind != EVENTS]
+                counts[kind].append(sum(each.kind not in guarded for each in wrote))
+
+        return one
+
+    for kind, reconcile in process.passes.items():
+        process.passes[kind] = counted(kind, reconcile)
+    world.member("coder")
+    world.member("judge")
+    world.pool("gpu0", "coder", "judge", default="judge")
+    world.service("svc")
+    spec = {"pools": [{"name": "gpu0"}], "allowAnonymous": True}
+    world.cluster.put(MODEL_ROUTERS, "lab", {"metadata": {"name": "front"}, "spec": spec})
+    await world.run(300)
+    world.cluster.edit(INFERENCE_SERVICES, "lab", "svc", {"spec": {"image": "engine:2"}})
+    world.cluster.edit(MODEL_ROUTERS, "lab", "front", {"spec": {"image": "modelpool:new"}})
+    world.cluster.remove(MODEL_POOLS, "lab", "gpu0")
+    await world.run(300)
+    await world.close()
+
+    assert {kind: max(each) for kind, each in counts.items()} == dict.fromkeys(counts, 1)
+    assert all(sum(each) >= 4 for each in counts.values())
