@@ -199,7 +199,7 @@ class SlotBook:
             await self._keeper.write(lambda record: self._dated(record or SlotRecord(), make))
 
     def _dated(self, record: SlotRecord, make: Callable[[SlotRecord], SlotRecord]) -> SlotRecord:
-        made = with_asked(make(record), was_asked=self._was_asked)
+        made = with_asked(make(record), was_asked=self._was_asked and not self._others)
         if made.phase != record.phase or made.owner != record.owner:
             made = replace(made, since=micro_time(self._port.wall()))
         return made

@@ -24,10 +24,10 @@ def was_asked(record: SlotRecord | None) -> bool:
 
 
 def with_asked(record: SlotRecord, *, was_asked: bool) -> SlotRecord:
-    """Return *record*, saying that other routers were asked if they were."""
-    if not was_asked or record.extra.get(_ASKED) is True:
+    """Return *record*, saying whether other routers were asked, and are out of the way."""
+    if (record.extra.get(_ASKED) is True) is was_asked:
         return record
-    return replace(record, extra={**record.extra, _ASKED: True})
+    return replace(record, extra={**record.extra, _ASKED: was_asked})
 
 
 def landed_record(member: MemberName) -> Callable[[SlotRecord], SlotRecord]:

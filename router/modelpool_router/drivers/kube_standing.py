@@ -169,6 +169,10 @@ class Standing(SlotBook):
 
     async def _until_others_are_out(self, tenure: int) -> None:
         """Look at who may have held the slot before us until they all are out of the way."""
+        if was_asked(self._keeper.record):
+            # Who takes the slot from us, or we ourselves in another life, will not see in the Lease
+            # who held it before us.
+            await self._note(lambda record: record)
         while self._keeper.tenure == tenure:
             if self._keeper.is_held:
                 await self._look_at_others()

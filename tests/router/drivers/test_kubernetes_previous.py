@@ -270,3 +270,25 @@ async def test_without_the_right_to_list_routers_nothing_that_was_up_is_stopped(
 
         assert "was made anew" in second.standing.withheld
         assert place.world.cluster.must(DEPLOYMENTS, NAMESPACE, "alpha")["spec"]["replicas"] == 1
+
+
+@pytest.mark.parametrize("after", ["router-2", "router-3"])
+async def test_who_is_still_at_work_outlives_the_router_that_took_over(after: str) -> None:
+    """The Lease then tells of the second router alone, or of nobody."""
+    async with places() as place:
+        first, second = await taken_over(place)
+        await asyncio.sleep(10)
+        assert second.standing.withheld.startswith("router router-1 ")
+        await second.close(stop_members=False)
+        if after == "router-2":  # a container that was started again
+            third = place.driver(after)
+            await third.observe()
+        else:
+            place.world.cluster.remove(PODS, NAMESPACE, "router-2")
+            third = await place.started(after)
+        await asyncio.sleep(60)
+
+        assert await first.ready(ALPHA)
+        assert "router router-1 " in third.standing.withheld
+        place.heal("router-1")
+        await until(lambda: not third.standing.withheld)
