@@ -124,7 +124,7 @@
 #define SHARED_WRITE 111 /* nothing is written over another Lease's name */
 #define OPERATOR_ALONE 112 /* the operator never acts beside a router that could */
 #define UNASKED 113 /* a lone resident is not unloaded when nobody waits */
-#define TARGET_STAYS 114 /* of two that are up the one whose load was announced stays */
+#define TARGET_STAYS 114 /* of two that are up the target stays, else the owner, else the default */
 #define CONTEST 115 /* no endless fight with another who scales */
 #define L1 121 /* everybody is served */
 #define L7 127 /* a router that is cut off serves its resident */
@@ -536,11 +536,29 @@ inline lost(a) {
 #else
 #define MYCHORES(a) CHORES
 #endif
+#ifdef M_OWN_NAME_AWAITED
+#define OWN_NAME(a) 0
+#else
+#define OWN_NAME(a) (lh == a)
+#endif
 #ifdef M_OPERATOR_AT_ONCE
 #define OPMAY (lexp || !lex || lh == NONE)
 #else
 #define OPMAY l60
 #endif
+
+/* an owner that is in the spec, or else the default (in the model the first of the spec, too) */
+#ifdef M_TWO_UP_DEFAULT_BEFORE_OWNER
+#define OWNER_STAYS 0
+#else
+#define OWNER_STAYS (lo != NONE && INSPEC(lo))
+#endif
+#ifdef M_TWO_UP_LAST_STAYS
+#define OTHERWISE (NM - 1)
+#else
+#define OTHERWISE DEFAULT
+#endif
+#define ANNOUNCED_LOAD (lph == LOAD && lt != NONE && INSPEC(lt))
 
 /* who stays when two are up and nobody waits */
 inline choose_stay(a) {
@@ -561,14 +579,16 @@ inline choose_stay(a) {
 	:: else ->
 		if
 #ifndef M_TWO_UP_OWNER_STAYS
-		:: lph == LOAD && lt != NONE && INSPEC(lt) -> tgt[a] = lt
-		:: !(lph == LOAD && lt != NONE && INSPEC(lt)) && lo != NONE && INSPEC(lo) -> tgt[a] = lo
+		:: ANNOUNCED_LOAD -> tgt[a] = lt
+		:: !ANNOUNCED_LOAD && OWNER_STAYS -> tgt[a] = lo
 #else
-		:: lo != NONE && INSPEC(lo) -> tgt[a] = lo
+		:: OWNER_STAYS -> tgt[a] = lo
 #endif
-		:: else -> tgt[a] = DEFAULT
+		:: else -> tgt[a] = OTHERWISE
 		fi;
-		CHECK(TARGET_STAYS, !(lph == LOAD && lt != NONE && INSPEC(lt)) || tgt[a] == lt)
+		CHECK(TARGET_STAYS, !ANNOUNCED_LOAD || tgt[a] == lt);
+		CHECK(TARGET_STAYS, ANNOUNCED_LOAD || lo == NONE || !INSPEC(lo) || tgt[a] == lo);
+		CHECK(TARGET_STAYS, ANNOUNCED_LOAD || (lo != NONE && INSPEC(lo)) || tgt[a] == DEFAULT)
 	fi
 }
 
@@ -643,6 +663,9 @@ inline unanswered(a, islease, m_, r_, e_, t_, p_, o_) {
 #define ISGONE(p) (pst[p] == ABSENT || pst[p] == FAILED || pst[p] == FAILING)
 #elif defined(M_PENDING_IS_GONE)
 #define ISGONE(p) (pst[p] == ABSENT || pst[p] == FAILED || pst[p] == PEND || pst[p] == STARTED)
+#elif defined(M_LIST_OF_THE_PAST)
+/* the list is answered from a cache that does not have the youngest Pod yet */
+#define ISGONE(p) (pst[p] == ABSENT || pst[p] == FAILED || pst[p] == PEND)
 #elif defined(M_LOST_NODE_IS_GONE)
 #define ISGONE(p) (pst[p] == ABSENT || pst[p] == FAILED || (node == 1 && pterm[p]))
 #elif defined(M_NO_LIST)
@@ -823,7 +846,7 @@ end:
 		pc[a] >= FRD && MINE(a) && renewals > 0 && maxe[a] < NUM(le) -> renewals--; z = EPOCH(maxe[a], linc); lease_write(a, z, lt, lph, lo); z = 0 }
 #endif
 	:: atomic { /* free, run out, or mine under this name */
-		pc[a] == STBY && API(a) && !poolgone && (!lex || lh == NONE || lexp || lh == a) &&
+		pc[a] == STBY && API(a) && !poolgone && (!lex || lh == NONE || lexp || OWN_NAME(a)) &&
 		(a < ROUTERS || (OPMAY && CHORES)) ->
 		SET(lfresh, a);
 		lsaw[a] = lex;
