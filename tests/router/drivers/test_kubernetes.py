@@ -575,9 +575,9 @@ async def test_members_that_are_read_from_the_past_cost_time_only(bench: Bench, 
         for old, new in ((ALPHA, BETA), (BETA, ALPHA)):
             await driver.activate(old)
             # Some reads of each step show how it was before the step began.
-            port.stale(cluster.version, verb="get", kind=DEPLOYMENTS, nth=nth, times=3)
+            port.stale(cluster.version, verb="get", kind=DEPLOYMENTS, nth=nth, times=20)
             await driver.deactivate(old)
-            port.stale(cluster.version, verb="get", kind=DEPLOYMENTS, nth=nth, times=3)
+            port.stale(cluster.version, verb="get", kind=DEPLOYMENTS, nth=nth, times=20)
             await driver.activate(new)
             assert bench.world.up() == {str(new)}
             await driver.deactivate(new)
