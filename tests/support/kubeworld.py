@@ -17,21 +17,42 @@ from typing import Any
 
 import memroles
 from memcluster import MemCluster, MemPort, Request, Write, copied
-from memcontrollers import Part, World, deployment, is_finished, owner, pod_spec, runs, statefulset
-from modelpool_api.names import APP_COMPONENT_LABEL, RECORD_ANNOTATION, SLOT_ANNOTATION
+from memcontrollers import (
+    Part,
+    World,
+    deployment,
+    is_finished,
+    is_ready,
+    owner,
+    pod_spec,
+    runs,
+    statefulset,
+)
+from modelpool_api.names import (
+    APP_COMPONENT_LABEL,
+    RECORD_ANNOTATION,
+    ROUTING_LABEL,
+    SLOT_ANNOTATION,
+    SLOT_APPLIED_ANNOTATION,
+    group_prefix,
+)
 from modelpool_api.v1alpha1.modelpool import REFS
 from modelpool_kube.kinds import (
     DEPLOYMENTS,
     INFERENCE_SERVICES,
     LEASES,
+    MODEL_DEPLOYMENTS,
     PODS,
     STATEFULSETS,
+    WORKLOADS,
     Json,
     Kind,
     annotation,
+    is_controlled_by,
     is_going,
 )
 from modelpool_kube.record import Frozen, decode, read_mark
+from modelpool_kube.slotrules import wants
 from modelpool_router.core.spec import MemberName, PoolName
 from modelpool_router.drivers.base import SlotStanding
 from modelpool_router.drivers.kubernetes import (
@@ -58,7 +79,7 @@ QUICK = KubeLimits(
 )
 """For tests on a real clock."""
 KINDS: dict[str, Kind] = {
-    each.kind: each for each in (DEPLOYMENTS, STATEFULSETS, INFERENCE_SERVICES)
+    each.kind: each for each in (DEPLOYMENTS, STATEFULSETS, INFERENCE_SERVICES, MODEL_DEPLOYMENTS)
 }
 
 
@@ -92,6 +113,51 @@ class InferenceServices(Part):
         version = below["metadata"]["resourceVersion"]
         self.cluster._patch(DEPLOYMENTS, NAMESPACE, name, patch, version, self.name)
         return True
+
+
+class ModelDeployments(Part):
+    """Makes and ends the one Pod, and its Workload, of a ModelDeployment with one role of one."""
+
+    sees = (MODEL_DEPLOYMENTS, PODS, WORKLOADS)
+
+    def _act(self) -> bool:
+        return any(self._sync(each) for each in self.seen(MODEL_DEPLOYMENTS) if not is_going(each))
+
+    def _sync(self, obj: Json) -> bool:
+        name, up = obj["metadata"]["name"], wants(MODEL_DEPLOYMENTS, obj)
+        mark = annotation(obj, SLOT_ANNOTATION)
+        applied = None if mark is None else f"{mark}={up}"
+        if annotation(obj, SLOT_APPLIED_ANNOTATION) != applied:
+            patch = {"metadata": {"annotations": {SLOT_APPLIED_ANNOTATION: applied}}}
+            version = obj["metadata"]["resourceVersion"]
+            self.cluster._patch(MODEL_DEPLOYMENTS, NAMESPACE, name, patch, version, self.name)
+            return True
+        pods = [pod for pod in self.seen(PODS) if is_controlled_by(pod, obj["metadata"]["uid"])]
+        for pod in pods:
+            if not is_going(pod) and (not up or is_finished(pod)):
+                self.cluster.remove(PODS, NAMESPACE, pod["metadata"]["name"], actor=self.name)
+                return True
+        group = f"{group_prefix(NAMESPACE, name)}engine-0"
+        has_workload = any(each["metadata"]["name"] == group for each in self.seen(WORKLOADS))
+        if not up and not pods and has_workload:
+            self.cluster.remove(WORKLOADS, NAMESPACE, group, actor=self.name)
+            return True
+        if up and not has_workload:
+            body: Json = {"metadata": {"name": group}, "spec": {}}
+            self.cluster.put(WORKLOADS, NAMESPACE, body, actor=self.name)
+            return True
+        if up and not pods:
+            meta = {
+                "name": f"{name}-engine-0",
+                "labels": {"app": name, ROUTING_LABEL: "true"},
+                "ownerReferences": [owner(MODEL_DEPLOYMENTS, obj)],
+            }
+            body = {"metadata": meta, "spec": pod_spec()}
+            self.cluster.put(PODS, NAMESPACE, body, actor=self.name)
+            return True
+        role = {"name": "engine", "desired": up, "ready": sum(map(is_ready, pods))}
+        seen = {"observedGeneration": obj["metadata"]["generation"], "roles": [role]}
+        return self._set_status(MODEL_DEPLOYMENTS, obj, seen)
 
 
 class Engines(MemberProber):
@@ -175,6 +241,8 @@ class KubeWorld:
         self.world.kubelet.answers = lambda pod: self.member_of(pod) not in self.hanging
         if self.kind == INFERENCE_SERVICES:
             self.world.parts.insert(0, InferenceServices(self.cluster))
+        if self.kind == MODEL_DEPLOYMENTS:
+            self.world.parts.insert(0, ModelDeployments(self.cluster))
         for name in members:
             self.add(name)
         self.world.settle()
@@ -187,6 +255,9 @@ class KubeWorld:
         elif self.kind == INFERENCE_SERVICES:
             body: Json = {"metadata": {"name": name}, "spec": {"replicas": 0}}
             self.cluster.put(INFERENCE_SERVICES, NAMESPACE, body)
+        elif self.kind == MODEL_DEPLOYMENTS:
+            body = {"metadata": {"name": name}, "spec": {"suspend": True}}
+            self.cluster.put(MODEL_DEPLOYMENTS, NAMESPACE, body)
         else:
             self.cluster.put(DEPLOYMENTS, NAMESPACE, deployment(name, **more))
 
@@ -263,7 +334,7 @@ class KubeWorld:
 
     def replicas(self, name: str) -> int:
         """Return what the object of a member asks for."""
-        return int(self.cluster.must(self.kind, NAMESPACE, name)["spec"].get("replicas", 1))
+        return wants(self.kind, self.cluster.must(self.kind, NAMESPACE, name))
 
     def exists(self, name: str) -> bool:
         """Whether anything of a member is there or will be."""
@@ -298,7 +369,9 @@ class KubeWorld:
 
     def scale(self, name: str, replicas: int, actor: str = "kubectl") -> None:
         """Scale a member as a person would."""
-        patch = {"spec": {"replicas": replicas}}
+        patch: Json = {"spec": {"replicas": replicas}}
+        if self.kind == MODEL_DEPLOYMENTS:
+            patch = {"spec": {"suspend": not replicas}}
         self.cluster.edit(self.kind, NAMESPACE, name, patch, actor=actor)
 
     def restart_container(self, name: str, reason: str = "Error", code: int = 137) -> None:
@@ -433,8 +506,8 @@ class Watchman:
             self._say("S8", write, f"mark {old.epoch} -> {mark.epoch}")
         if mark is not None and record is not None and mark.epoch < record.epoch:
             self._say("S9", write, f"epoch {mark.epoch} while {record.epoch} is recorded")
-        was = int(write.before["spec"].get("replicas", 1))
-        now = int(write.after["spec"].get("replicas", 1))
+        was = wants(write.kind, write.before)
+        now = wants(write.kind, write.after)
         if now > was:
             others = self.world.up() - {write.name} - self.forgotten
             asked = [n for n in self.world.names if n != write.name and self.world.replicas(n)]

@@ -273,7 +273,10 @@ class ClusterWorld:
         assert self.watchman.verdicts == []
 
 
-@pytest.fixture(params=["fake", "process", "Deployment", "StatefulSet", "InferenceService"])
+KINDS = ["Deployment", "StatefulSet", "InferenceService", "ModelDeployment"]
+
+
+@pytest.fixture(params=["fake", "process", *KINDS])
 async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
     made: World
     match request.param:
