@@ -241,7 +241,7 @@ def story(folder: Path, defines: Sequence[str]) -> str:
     """
     places = re.findall(r"^#define ([A-Z0-9]+) (\d+)(?: /\*.*)?$", MODEL.read_text("utf-8"), re.M)
     start = next(i for i, (name, _) in enumerate(places) if name == "DOWN")
-    names = {number: name for name, number in places[start : start + 24]}
+    names = {number: name for name, number in places[start : start + 25]}
     output = subprocess.run(
         ["spin", "-t", "-p", "-g", *defines, MODEL.name],
         cwd=folder,

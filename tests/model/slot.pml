@@ -97,6 +97,9 @@
 #ifndef ISVC
 #define ISVC 0 /* members are InferenceServices; that many instances of their controller */
 #endif
+#ifndef CONFIRM
+#define CONFIRM 0 /* after its fence an owner reads the Lease once more, before it does anything */
+#endif
 #ifndef READFIRST
 #define READFIRST 0 /* an owner reads the members before it takes the Lease, not after */
 #endif
@@ -280,6 +283,7 @@ bit heals;      /* the cut, or the loss of the node, comes to an end */
 #define EVP 21
 #define LANDED 22
 #define AFTER 23 /* M_RECORD_AFTER_ACT only */
+#define CONF 24  /* CONFIRM only */
 
 /* ---- ghosts: what the properties need to know and no program knows ---- */
 byte fenced;   /* largest epoch whose fence is complete */
@@ -621,7 +625,11 @@ inline next_fence(a) {
 #ifdef M_FIRST_ACKNOWLEDGEMENT_IS_ENOUGH
 	:: idx[a] < NM -> fence_done(a)
 #endif
+#if CONFIRM
+	:: idx[a] == NM -> idx[a] = 0; pc[a] = CONF
+#else
 	:: idx[a] == NM -> fence_done(a)
+#endif
 #ifndef M_FIRST_ACKNOWLEDGEMENT_IS_ENOUGH
 	:: else -> pc[a] = FRD
 #endif
@@ -918,6 +926,13 @@ end:
 		:: else -> lost(a)
 		fi }
 	/* ---------- the fence ---------- */
+#if CONFIRM
+	:: atomic { pc[a] == CONF && API(a) && !poolgone ->
+		if
+		:: MINE(a) && le == mye[a] -> fence_done(a)
+		:: else -> lost(a)
+		fi }
+#endif
 	:: atomic { pc[a] == FRD && API(a) && !poolgone ->
 		if
 		:: ISSHARED(idx[a]) ->
