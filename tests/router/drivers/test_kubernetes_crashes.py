@@ -20,7 +20,7 @@ import pytest
 
 from crashpoints import Scenario, kill_everywhere, lose_everywhere
 from kubeworld import LEASE, NAMESPACE, KubeWorld, Watchman
-from memcluster import Killed, MemPort, Mode, Request
+from memcluster import Killed, MemPort, Mode, Request, Trail
 from modelpool_api.names import SLOT_ANNOTATION
 from modelpool_kube.kinds import LEASES, annotation
 from modelpool_router.core.events import Idleness
@@ -72,6 +72,36 @@ class Place:
 
 async def _all_of(work: Work, driver: KubernetesDriver) -> None:
     await work(driver)
+
+
+def quietly(place: Place, work: Work) -> Work:
+    """
+    Let the world come to rest before *work* and after it, and see that nothing is written then.
+
+    Before it, nobody asks for anything: what was left half done is put right all the same.
+    """
+
+    async def rest(driver: KubernetesDriver, resyncs: int) -> None:
+        world = place.world
+        async with asyncio.timeout(1200):
+            while not (up := set(await driver.observe())) and world.up():
+                await asyncio.sleep(1)
+        await world.rested()
+        await asyncio.sleep(LIMITS.resync_s)
+        assert world.up() == up, "what is up is what the router takes for up"
+        trail, before = Trail(world.cluster), world.record()
+        await asyncio.sleep(resyncs * LIMITS.resync_s)
+        assert {each.kind for each in trail.new()} <= {LEASES}, "it is not quiet"
+        assert world.record() == before
+
+    async def whole(driver: KubernetesDriver) -> None:
+        await driver.observe()
+        if not place.strangers:  # who of two that are up is to stay is the scheduler's to say
+            await rest(driver, 2)
+        await work(driver)
+        await rest(driver, 10)
+
+    return whole
 
 
 def swapped(*targets: MemberName) -> Work:
@@ -145,7 +175,7 @@ class Story:
             await place.with_router("router-first", port, self.work)
 
         async def recover(place: Place, port: MemPort) -> None:
-            await place.with_router("router-second", port, self.again)
+            await place.with_router("router-second", port, quietly(place, self.again))
 
         return Scenario(
             lambda: Place(self.kind), lambda place: place.world.cluster, run, recover, self.check
@@ -204,6 +234,23 @@ async def _failed_pod(place: Place) -> None:
     await place.world.rested()
 
 
+async def _busy_for_a_while(place: Place) -> None:
+    await _resident(place)
+    place.world.busy.add("alpha")
+    place.world.loop.call_later(20.0, place.world.busy.clear)
+
+
+async def _busy_stray(place: Place) -> None:
+    place.strangers = True
+    await _resident(place)
+    place.world.busy.add("beta")
+    place.world.hanging.add("beta")
+    place.world.scale("beta", 1)
+    await place.world.rested()
+    place.world.loop.call_later(20.0, place.world.busy.clear)
+    place.world.loop.call_later(20.0, place.world.hanging.clear)
+
+
 async def _cannot_load(place: Place) -> None:
     place.world.failing.add("alpha")
 
@@ -212,7 +259,10 @@ STORIES = [
     Story("a swap of Deployments", swapped(ALPHA, BETA)),
     Story("a swap of StatefulSets", swapped(ALPHA, BETA), "StatefulSet"),
     Story("a swap of InferenceServices", swapped(ALPHA, BETA), "InferenceService"),
+    Story("a swap of ModelDeployments", swapped(ALPHA, BETA), "ModelDeployment"),
     Story("a swap away from the resident of a router before", swapped(BETA), prepare=_resident),
+    Story("a swap that has to wait for answers", swapped(BETA), prepare=_busy_for_a_while),
+    Story("a member at work that somebody else brought up", swapped(BETA), prepare=_busy_stray),
     Story("a load that a router before left half done", swapped(BETA), prepare=_half_loaded),
     Story("two members that somebody else brought up", swapped(BETA), prepare=_both_up),
     Story("the Lease was deleted", swapped(BETA), prepare=_lease_deleted),
