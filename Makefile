@@ -6,8 +6,9 @@ ARGS   ?=
 N      ?= 100000
 BENCH_OUT ?= benchmarks/.build/result.jsonl
 # The slowest tests, in a tier of their own so that `make test` stays below five minutes.
-SLOW := tests/operator/engine/test_crashes.py tests/operator/modeldeployment/test_crashes.py \
-	tests/router/drivers/test_kubernetes_crashes.py tests/router/core/test_mutants.py
+CRASHES := tests/operator/engine/test_crashes.py tests/operator/modeldeployment/test_crashes.py \
+	tests/router/drivers/test_kubernetes_crashes.py
+SLOW := $(CRASHES) tests/router/core/test_mutants.py
 # One more than there are cores: many tests wait for processes that they have started.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) + 1)
 
@@ -43,6 +44,10 @@ test: $(VENV)/.made-test ## Unit, property, simulation and socket tests (below f
 .PHONY: test-slow
 test-slow: $(VENV)/.made-test ## Operators and routers killed around every request, broken schedulers (some minutes)
 	$(BIN)/python -m pytest -n auto $(SLOW) $(ARGS)
+
+.PHONY: test-exhaustive
+test-exhaustive: $(VENV)/.made-test ## The same kills at every read too, before, unanswered and after (an hour and more)
+	MODELPOOL_EXHAUSTIVE=1 $(BIN)/python -m pytest -n auto $(CRASHES) $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.made-lint ## Style, types, import contracts (generated pages are compared by make test)
