@@ -57,7 +57,10 @@ def deployment(namespace: str, name: str, *containers: Object, **spec: Any) -> O
 
 def member_of(pod: Object) -> str:
     """Return the name of the member that *pod* belongs to; empty when it is none of ours."""
-    return str((pod["metadata"].get("labels") or {}).get("app", ""))
+    labels = pod["metadata"].get("labels") or {}
+    if labels.get("app.kubernetes.io/component") == "inference-service":
+        return str(labels["app.kubernetes.io/instance"])
+    return str(labels.get("app", ""))
 
 
 def grouped(one: Object, *, group: str, queue: str, total: int) -> Object:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import signal
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from cluster_deaths import Deaths, about, is_take, members_of, pool_of
 from cluster_eye import PodEye
 from cluster_faults import Fate, FaultyWay, Write
 from cluster_ground import Ground
@@ -40,51 +40,6 @@ ROUTED = [f"r{number:02}" for number in range(1, 12)]
 COLD = [f"o{number:02}" for number in range(1, 18)]
 """Pools whose operator dies before its first, second, third ... write for a cold default."""
 DEPOSED = "d01"
-POOL = re.compile(r"\b([rod][0-9]{2})\b")
-
-
-def pool_of(member: str) -> str:
-    """Return the pool of a member."""
-    return member.rpartition("-")[0]
-
-
-def members_of(pool: str) -> list[str]:
-    """Return the members of a pool."""
-    return [f"{pool}-a", f"{pool}-b"]
-
-
-def about(write: Write) -> str:
-    """Return the pool that *write* is about; empty when it is about none."""
-    regarding = ((write.body or {}).get("regarding") or {}).get("name", "")
-    found = POOL.search(f"{write.name} {regarding}")
-    return found[1] if found else ""
-
-
-class Deaths:
-    """
-    The rule by which the n-th pool is written no more before its n-th write.
-
-    Attributes:
-        last: By pool, the write before which its actuator died; it may land later.
-    """
-
-    def __init__(self, pools: list[str]) -> None:
-        self.last: dict[str, Write] = {}
-        self._left = {pool: number for number, pool in enumerate(pools)}
-
-    def __call__(self, write: Write) -> Fate:
-        pool = about(write)
-        if pool not in self._left:
-            return Fate.PASS
-        if pool in self.last:
-            return Fate.LOSE
-        if write.is_renewal:
-            return Fate.PASS
-        if self._left[pool]:
-            self._left[pool] -= 1
-            return Fate.PASS
-        self.last[pool] = write
-        return Fate.CUT_AND_HOLD
 
 
 class OperatorRule:
@@ -460,7 +415,7 @@ def _is(what: str, write: Write) -> bool:
         case "create":
             return write.method == "POST" and write.kind == "leases"
         case "take":
-            return "acquireTime" in ((write.body or {}).get("spec") or {})
+            return is_take(write)
         case "record":
             return write.record is not None
         case "mark":
