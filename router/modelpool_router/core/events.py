@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -83,6 +84,10 @@ class Loaded:
     epoch: Epoch
     parallel: int | None = None
     """What the engine says it can work on at once, if it says so."""
+
+
+DRIVER_UNAVAILABLE: Final = "driver_unavailable"
+"""Reason of a failed load that says nothing about the member: the platform did not do its part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ from .commands import (
     Unload,
 )
 from .events import (
+    DRIVER_UNAVAILABLE,
     Arrived,
     Checked,
     Departed,
@@ -431,6 +432,9 @@ class Scheduler(Lending):
         cost_s = now - self._since
         if self._swap is not None:
             cost_s += self._swap.unload_s
+        if event.reason == DRIVER_UNAVAILABLE:
+            # The time that the platform took is no reason to keep a healthy member waiting.
+            cost_s = 0.0
         self._failed(event.member, event.reason, event.detail, cost_s, now, event.retryable)
         if event.member == self.spec.default:
             self._warm = False

@@ -33,6 +33,7 @@ from ..core.commands import (
 )
 from ..core.estimates import Estimates
 from ..core.events import (
+    DRIVER_UNAVAILABLE,
     Arrived,
     Checked,
     Event,
@@ -372,7 +373,7 @@ class PoolRuntime:
             except ActivationFailed as error:
                 event = LoadFailed(member, epoch, error.reason, error.detail, error.retryable)
             except DriverUnavailable as error:
-                event = LoadFailed(member, epoch, "driver_unavailable", str(error))
+                event = LoadFailed(member, epoch, DRIVER_UNAVAILABLE, str(error))
             except asyncio.CancelledError:
                 if self._tasks.closing:
                     raise

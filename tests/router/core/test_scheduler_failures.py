@@ -39,6 +39,21 @@ def test_h9_what_cannot_help_by_trying_again_says_so() -> None:
         assert not refusal[1].retryable
 
 
+def test_a_platform_that_does_not_do_its_part_is_no_fault_of_the_member() -> None:
+    """What that took is not charged to the member, which can come up as soon as it is over."""
+    waits: list[object] = []
+    for reason in ("exited", e.DRIVER_UNAVAILABLE):
+        slot = Slot(pool())
+        held = slot.come(A)
+        slot.at(75.0).load_failed(reason)
+        refusal = slot.refused(held)
+        assert refusal is not None and reason in refusal[1].reason
+        (_, told) = slot.notes(c.NoteKind.LOAD_FAILED)[0]
+        waits.append(told.fields["backoff_s"])
+
+    assert waits == [375.0, 5.0]
+
+
 def test_h9_the_back_off_doubles_and_requests_meanwhile_fail_fast() -> None:
     slot = Slot(pool())
 
