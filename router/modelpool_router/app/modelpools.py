@@ -5,7 +5,7 @@ Pools that are written as ModelPool objects: read, followed, and put beside thos
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 import structlog
@@ -238,13 +238,28 @@ class ModelPools:
             name = str(obj["metadata"]["name"])
             if is_going(obj):
                 continue
+            if name in self.pools and self._is_unlisted(INFERENCE_SERVICES, _services_to_ask(obj)):
+                found[name] = self.pools[name]  # whose profiles are not known yet
+                continue
             try:
                 found[name] = pool_of(obj, profiles)
             except BadModelPool as error:
                 log.error("ModelPool cannot be served", pool=name, reason=str(error))
                 if name in self.pools:
                     found[name] = self.pools[name]  # as it was: a bad edit changes nothing
+        for name, pool in self.pools.items():
+            if name not in found and self._is_unlisted(MODEL_POOLS, [name]):
+                found[name] = pool  # not seen yet is not gone
         self.pools = found
+
+    def _is_unlisted(self, kind: Kind, names: Iterable[str]) -> bool:
+        """Whether a watch that would show one of *names* has not listed anything yet."""
+        for name in names:
+            # (one for each of those that are named, or one for all)
+            for key in ((kind, name), (kind, "")):
+                if key in self._watches and not self._watches[key][0].synced.is_set():
+                    return True
+        return False
 
     async def _follow(self) -> None:
         while True:

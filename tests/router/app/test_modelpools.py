@@ -256,3 +256,51 @@ async def test_what_could_not_be_put_in_force_is_tried_again(
         assert await tries.get() == {"gpu0"}
 
     await pools.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((), ("gpu0", "gpu1")), (("gpu0", "gpu1"), ())], ids=["named", "all"]
+)
+async def test_what_another_watch_has_not_seen_yet_is_not_gone(
+    monkeypatch: pytest.MonkeyPatch, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    """Pools stay served, with the profiles they had, while the API server is away."""
+    monkeypatch.setattr(modelpools, "FIRST_LOOK_S", 0.05)
+    cluster = MemCluster(clock=asyncio.get_running_loop().time)
+    service = {"metadata": {"name": "large"}, "spec": {"profile": "vllm"}}
+    cluster.put(INFERENCE_SERVICES, "lab", service)
+    for name in ("gpu0", "gpu1"):
+        cluster.put(MODEL_POOLS, "lab", model_pool(name))
+    port = cluster.port("router")
+    may_list = {MODEL_POOLS: asyncio.Event(), INFERENCE_SERVICES: asyncio.Event()}
+    for each in may_list.values():
+        each.set()
+    at_once = port.list
+
+    async def listed(kind: Kind, namespace: str | None, **more: Any) -> Listing:
+        await may_list[kind].wait()
+        return await at_once(kind, namespace, **more)
+
+    port.list = listed  # type: ignore[method-assign]
+
+    async def changed() -> None: ...
+
+    pools = ModelPools(port, PoolsFrom(namespace="lab", names=before), changed)
+    await pools.start()
+    served = dict(pools.pools)
+    assert set(served) == {"gpu0", "gpu1"}
+
+    for each in may_list.values():
+        each.clear()
+    await pools.choose(PoolsFrom(namespace="lab", names=after))
+    assert pools.pools == served, "no pool was listed yet"
+    may_list[MODEL_POOLS].set()
+    async with asyncio.timeout(10):
+        while pools._is_unlisted(MODEL_POOLS, served):
+            await asyncio.sleep(0)
+    await pools.choose(PoolsFrom(namespace="lab", names=("gpu0",)))
+    assert pools.pools == {"gpu0": served["gpu0"]}, (
+        "its profiles are not known yet"
+    )
+
+    await pools.close()
