@@ -299,8 +299,6 @@ async def test_what_another_watch_has_not_seen_yet_is_not_gone(
         while pools._is_unlisted(MODEL_POOLS, served):
             await asyncio.sleep(0)
     await pools.choose(PoolsFrom(namespace="lab", names=("gpu0",)))
-    assert pools.pools == {"gpu0": served["gpu0"]}, (
-        "its profiles are not known yet"
-    )
+    assert pools.pools == {"gpu0": served["gpu0"]}, "its profiles are not known yet"
 
     await pools.close()
