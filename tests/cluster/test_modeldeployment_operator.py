@@ -201,9 +201,9 @@ REFUSED: list[tuple[str, Callable[[list[Json]], list[Json]], tuple[str, ...]]] =
     (
         "added",
         lambda roles: [*roles, role("third", instanceType="t")],
-        ("a role was added", "restore the names"),
+        ('role "third" was added', "restore the names"),
     ),
-    ("removed", lambda roles: roles[:1], ("a role was added, removed",)),
+    ("removed", lambda roles: roles[:1], ('role "two" was removed',)),
     ("renamed", _renamed, ("or renamed", "create another")),
     (
         "kind",

@@ -36,9 +36,9 @@ def roles(*changes: Json) -> list[Json]:
 
 
 REFUSED: list[tuple[str, list[Json], str]] = [
-    ("V1 added", [*roles(), role("three")], ".spec.roles: a role was added"),
-    ("V1 removed", roles()[:1], ".spec.roles: a role was added, removed"),
-    ("V1 renamed", [role("one"), role("other")], ".spec.roles: a role was added, removed or"),
+    ("V1 added", [*roles(), role("three")], '.spec.roles: role "three" was added'),
+    ("V1 removed", roles()[:1], '.spec.roles: role "two" was removed'),
+    ("V1 renamed", [role("one"), role("other")], 'role "other" was added, or renamed to that'),
     (
         "V1 kind",
         roles({"kind": "Decode"}, {"kind": "Prefill"}),
@@ -49,7 +49,7 @@ REFUSED: list[tuple[str, list[Json], str]] = [
     ("V4 size 0", roles({"size": 0}), "spec.roles[0].size"),
     ("V4 size 65", roles({"size": 65}), "spec.roles[0].size"),
     ("V4 replicas", roles({"replicas": 1025}), "spec.roles[0].replicas"),
-    ("V5", roles({}, {"kind": "Decode"}), ".spec.roles: roles of kind Server cannot stand"),
+    ("V5", roles({}, {"kind": "Decode"}), '.spec.roles: role "one": roles of kind Server cannot'),
     ("V7", roles({"name": "x" * 59}), "63 characters; shorten the name of the role"),
     ("V8", roles({"size": 64, "replicas": 1024, "name": "x" * 60}), "fewer replicas"),
     (

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -310,6 +311,20 @@ def read_until(descriptor: int, wanted: str, seen: str = "") -> str:
     return seen
 
 
+def read_to_the_end(descriptor: int) -> None:
+    """
+    Read from a terminal until nobody writes to it any more; fail after 20 s.
+
+    Whoever writes to one that is full waits, and cannot end.
+    """
+    deadline = time.monotonic() + 20.0
+    with suppress(OSError):  # its end, on Linux
+        while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not os.read(descriptor, 65536):
+                return
+        pytest.fail("it goes on for ever")
+
+
 def test_watch_on_a_terminal_follows_the_load_until_ctrl_c(stub: StubAdmin) -> None:
     stub.states = [[loading("beta", 5.0)], [loading("beta", 10.0)], [resident("beta")]]
     ours, theirs = pty.openpty()
@@ -322,6 +337,7 @@ def test_watch_on_a_terminal_follows_the_load_until_ctrl_c(stub: StubAdmin) -> N
     try:
         seen = read_until(ours, "beta resident")
         process.send_signal(signal.SIGINT)
+        read_to_the_end(ours)
         code = process.wait(20)
     finally:
         process.kill()
