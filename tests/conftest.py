@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 
 import pytest
 
@@ -12,6 +13,9 @@ def pytest_configure() -> None:
     # looptime looks for a current event loop when it is loaded, which makes one that nobody
     # closes; with warnings as errors a later test would be blamed for it.
     asyncio.set_event_loop(None)
+    # A job in the background of a script ignores Ctrl-C, and so would every program of these tests.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
