@@ -213,9 +213,7 @@ class Telling:
         front = world.front()
         self._note("the router is ready")
         clients = self._stack.enter_context(ThreadPoolExecutor(len(SWAPPED) + 1))
-        firsts = {
-            each: clients.submit(front.chat, f"{each}-a", 120) for each in (*SWAPPED, CHANGED)
-        }
+        firsts = {each: clients.submit(_warmed, front, f"{each}-a") for each in (*SWAPPED, CHANGED)}
         story.before = {each: one.result() for each, one in firsts.items()}
         self._note("all pools are warm")
         world.create_made()
@@ -305,6 +303,19 @@ def story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     cluster.kubectl("delete", "deployments,pods", "--all", "-n", namespace, "--wait=false")
     until(lambda: not cluster.kubectl.items("pods", "-n", namespace), "no Pod is left", 90)
     cluster.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+def _warmed(front: Front, member: str) -> Answer:
+    """Ask until the router holds the slot, whose Lease may be made late, and *member* answers."""
+
+    def asked() -> Answer | None:
+        answer = front.chat(member, 120)
+        is_early = answer.status == 503 and answer.code == "slot_unavailable"
+        return None if is_early else answer
+
+    found = until(asked, f"the router holds the slot of {member}")
+    assert found is not None
+    return found
 
 
 def told(deaths: dict[str, Write]) -> list[str]:
