@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from cluster_kubectl import until
+from cluster_operator import install
 from cluster_router import RouterProcess
 from cluster_slot import LARGE, SMALL, Slot, is_unbroken
 from harness import OwnCluster
@@ -112,6 +113,8 @@ def test_an_image_that_cannot_be_pulled_is_told_in_the_clusters_words(slot: Slot
 def test_while_the_api_server_is_away_for_a_minute_the_resident_is_served(
     slot: Slot, own: OwnCluster
 ) -> None:
+    # Its policy must know accounts of routers as soon as the server is back.
+    install(own.kubectl)
     router = slot.router("router-1")
     router.start()
     assert router.chat(SMALL).status == 200

@@ -16,7 +16,8 @@ from crdcheck import Admission, evaluate
 from manifestfiles import MANIFESTS, ROOT, documents, objects, one, rendered
 from modelpool_api.v1alpha1 import ModelRouter
 from modelpool_kube.kinds import MODEL_ROUTERS, Json
-from modelpool_operator.plan.modelrouter import rules
+from modelpool_operator.plan.modelrouter import COMPONENT, rules
+from modelpool_operator.plan.render import labels
 from operatorworld import NS, OperatorWorld
 
 CHART = MANIFESTS / "helm" / "modelpool"
@@ -210,6 +211,17 @@ def verdicts(user: str, new: Json, old: Json) -> list[str]:
     return [
         each["message"] for each in spec["validations"] if not evaluate(each["expression"], **names)
     ]
+
+
+def test_given_a_router_then_the_policy_knows_its_account() -> None:
+    """By labels of the account: what a CRD describes is not known to an API server that starts."""
+    assert one("policy", "ValidatingAdmissionPolicy")["spec"]["paramKind"] == {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+    }
+    wanted = one("policy", "ValidatingAdmissionPolicyBinding")["spec"]["paramRef"]["selector"]
+
+    assert wanted["matchLabels"].items() <= labels(COMPONENT, "front").items()
 
 
 def _plain(value: Any) -> Any:
