@@ -73,11 +73,8 @@ def doctor(
             await _model_pools(port, namespace) if file is None else _file_pools(file, namespace)
         )
         if not pools:
-            fail(
-                "there is no pool with members in Kubernetes to look at",
-                ExitCode.FAILED,
-                "name a file, or the namespace of ModelPools with -n",
-            )
+            what, way_out = without_pools(file, namespace, are_served=pools is not None)
+            fail(what, ExitCode.FAILED, way_out)
         return await examine(port, pools)
 
     findings = _with_cluster(look, kubeconfig, context)
@@ -380,7 +377,26 @@ def _file_pools(file: Path, namespace: str) -> list[PoolPlace]:
     return places
 
 
-async def _model_pools(port: ClusterPort, namespace: str) -> list[PoolPlace]:
+def without_pools(file: Path | None, namespace: str, *, are_served: bool) -> tuple[str, str]:
+    """Return what is to be said where there is no pool to look at, and the way out."""
+    if file is not None:
+        return (
+            f"no pool of {file} has its members in Kubernetes",
+            "write deployment, statefulSet, inferenceService or modelDeployment to its members",
+        )
+    if not are_served:
+        return (
+            "the CRDs of modelpool.dev are not installed in this cluster",
+            "kubectl apply --server-side -k manifests/base; or name the file of a router",
+        )
+    return (
+        f"there is no ModelPool in namespace {namespace}",
+        "name another one with -n, or the file of a router; `modelpool adopt` writes a ModelPool",
+    )
+
+
+async def _model_pools(port: ClusterPort, namespace: str) -> list[PoolPlace] | None:
+    """Return the pools of *namespace*; None where nobody knows what a ModelPool is."""
     from modelpool_api.v1alpha1.modelpool import ModelPool
     from modelpool_kube.errors import NotServed
     from modelpool_kube.kinds import MEMBER_KINDS, MODEL_POOLS, name_of
@@ -391,7 +407,7 @@ async def _model_pools(port: ClusterPort, namespace: str) -> list[PoolPlace]:
     try:
         listed = (await port.list(MODEL_POOLS, namespace)).items
     except NotServed:
-        return []
+        return None
     places = []
     for obj in listed:
         spec = ModelPool.model_validate({k: v for k, v in obj.items() if k != "status"}).spec

@@ -30,7 +30,7 @@ from modelpool_kube.kinds import (
 )
 from modelpool_kube.record import decode
 from modelpool_kube.slotrules import Member
-from modelpool_router.cli.cluster import adopted, forgotten
+from modelpool_router.cli.cluster import adopted, forgotten, without_pools
 from modelpool_router.cli.cluster_look import (
     Finding,
     PoolPlace,
@@ -76,6 +76,23 @@ async def test_a_cluster_in_order_has_nothing_wrong() -> None:
     assert "Deployment lab/a can be a member; it asks for 0" in said
     assert "all 17 rights" in said
     assert {write.kind for write in made.writes} == {DEPLOYMENTS, ACCESS_REVIEWS}
+
+
+@pytest.mark.parametrize(
+    ("file", "are_served", "says", "way_out"),
+    [
+        (None, False, "CRDs of modelpool.dev are not installed", "kubectl apply"),
+        (None, True, "no ModelPool in namespace lab", "-n"),
+        (Path("pool.yaml"), True, "no pool of pool.yaml has its members", "deployment"),
+    ],
+)
+def test_where_there_is_nothing_to_look_at_it_says_why(
+    file: Path | None, are_served: bool, says: str, way_out: str
+) -> None:
+    told = without_pools(file, "lab", are_served=are_served)
+
+    assert says in told[0]
+    assert way_out in told[1]
 
 
 @pytest.mark.parametrize("kind", sorted(MEMBER_KINDS))
