@@ -326,7 +326,7 @@ def print_why(
     async def look(port: ClusterPort) -> list[str]:
         from .cluster_look import why_not
 
-        return await why_not(port, await _model_pools(port, namespace), model)
+        return await why_not(port, await _model_pools(port, namespace) or [], model)
 
     sentences = _with_cluster(look, kubeconfig, context)
     if not sentences:
