@@ -8,7 +8,7 @@ BENCH_OUT ?= benchmarks/.build/result.jsonl
 # The slowest tests, in a tier of their own so that `make test` stays below five minutes.
 CRASHES := tests/operator/engine/test_crashes.py tests/operator/modeldeployment/test_crashes.py \
 	tests/router/drivers/test_kubernetes_crashes.py
-SLOW := $(CRASHES) tests/router/core/test_mutants.py
+SLOW := $(CRASHES) tests/operator/engine/test_watching.py tests/router/core/test_mutants.py
 # One more than there are cores: many tests wait for processes that they have started.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) + 1)
 
