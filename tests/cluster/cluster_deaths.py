@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
+import pytest
+
+from cluster_eye import PodEye
 from cluster_faults import Fate, Write
+from cluster_kubectl import until
+from cluster_operator import install
+from harness import Cluster, OwnCluster
 
 POOL = re.compile(r"\b([a-z][0-9]{2})\b")
 """Names of pools in such stories; what belongs to one has its name in its own."""
@@ -59,3 +67,24 @@ class Deaths:
             return Fate.PASS
         self.last[pool] = write
         return Fate.CUT_AND_HOLD
+
+
+@contextmanager
+def stage(cluster: Cluster, name: str) -> Iterator[tuple[str, PodEye, ExitStack]]:
+    """
+    Give a story a namespace, an eye on its Pods, and what ends with it; then leave nothing.
+
+    Ours are installed. Skips where the cluster is somebody else's.
+    """
+    if not isinstance(cluster, OwnCluster):
+        pytest.skip("needs test nodes: unset KUBECONFIG and build the cluster's binaries")
+    install(cluster.kubectl)
+    namespace = cluster.new_namespace(name)
+    with ExitStack() as stack:
+        eye = PodEye(cluster.kubectl, namespace, pool_of)
+        stack.callback(eye.close)
+        yield namespace, eye, stack
+    # A router ends before its Role does.
+    cluster.kubectl("delete", "deployments,pods", "--all", "-n", namespace, "--wait=false")
+    until(lambda: not cluster.kubectl.items("pods", "-n", namespace), "no Pod is left", 90)
+    cluster.kubectl("delete", "namespace", namespace, "--wait=false")

@@ -22,16 +22,16 @@ from typing import Any
 
 import pytest
 
-from cluster_deaths import Deaths, about, is_take, members_of, pool_of
+from cluster_deaths import Deaths, about, is_take, members_of, stage
 from cluster_eye import PodEye
 from cluster_faults import Fate, FaultyWay, Write
 from cluster_ground import Ground
 from cluster_kubectl import Object, until
-from cluster_operator import Operator, install
+from cluster_operator import Operator
 from cluster_roles import OPERATOR, router_account
 from cluster_router import Answer, RouterProcess
 from cluster_slot import epoch_of, is_settled
-from harness import Cluster, OwnCluster
+from harness import Cluster
 from modelpool_api.names import RECORD_ANNOTATION
 
 pytestmark = pytest.mark.cluster
@@ -155,17 +155,9 @@ class Story:
 
 @pytest.fixture(scope="module")
 def story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    if not isinstance(cluster, OwnCluster):
-        pytest.skip("needs test nodes: unset KUBECONFIG and build the cluster's binaries")
-    install(cluster.kubectl)
-    namespace = cluster.new_namespace("faults")
-    with ExitStack() as stack:
-        eye = PodEye(cluster.kubectl, namespace, pool_of)
-        stack.callback(eye.close)
+    with stage(cluster, "faults") as (namespace, eye, stack):
         told = Telling(World(cluster, namespace), tmp_path_factory.mktemp("story"), stack, eye)
         yield told.tell()
-    cluster.kubectl("delete", "deployments,pods", "--all", "-n", namespace, "--wait=false")
-    cluster.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
 class Telling:

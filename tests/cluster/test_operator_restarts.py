@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 
-from cluster_deaths import Deaths, about, is_take, members_of, pool_of
+from cluster_deaths import Deaths, about, is_take, members_of, stage
 from cluster_eye import PodEye
 from cluster_faults import Fate, FaultyWay, Write
 from cluster_ground import Ground, deployment_ref, service_ref
 from cluster_kubectl import Object, until
-from cluster_operator import Operator, install
+from cluster_operator import Operator
 from cluster_roles import OPERATOR, compiled_rules
 from cluster_router import Answer, Front
 from cluster_slot import epoch_of, is_settled
-from harness import Cluster, OwnCluster
+from harness import Cluster
 from modelpool_api.names import RECORD_ANNOTATION
 
 pytestmark = pytest.mark.cluster
@@ -290,19 +290,9 @@ class Telling:
 
 @pytest.fixture(scope="module")
 def story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    if not isinstance(cluster, OwnCluster):
-        pytest.skip("needs test nodes: unset KUBECONFIG and build the cluster's binaries")
-    install(cluster.kubectl)
-    namespace = cluster.new_namespace("restarts")
-    with ExitStack() as stack:
-        eye = PodEye(cluster.kubectl, namespace, pool_of)
-        stack.callback(eye.close)
+    with stage(cluster, "restarts") as (namespace, eye, stack):
         told = Telling(World(cluster, namespace), tmp_path_factory.mktemp("restarts"), stack, eye)
         yield told.tell()
-    # Its router ends before its Role does.
-    cluster.kubectl("delete", "deployments,pods", "--all", "-n", namespace, "--wait=false")
-    until(lambda: not cluster.kubectl.items("pods", "-n", namespace), "no Pod is left", 90)
-    cluster.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
 def _warmed(front: Front, member: str) -> Answer:
