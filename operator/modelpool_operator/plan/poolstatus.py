@@ -68,14 +68,19 @@ def _slot(seen: ObservedPool, record: SlotRecord, step: Step) -> _Slot:
     released = record.released or record.phase is Phase.RELEASED
     ready = [each for each in seen.members if each.activity is Activity.READY]
     if seen.router is not None:
-        resident = seen.named(record.owner) if _serves(record) else None
-        if resident is not None and resident.activity is not Activity.READY:
-            resident = None
+        owner = seen.named(record.owner) if _serves(record) else None
+        is_ready = owner is not None and owner.activity is Activity.READY
+        resident = owner if is_ready else None
         pending = None
         if record.phase in HALF_DONE:
             wanted = seen.named(record.target)
             if wanted is not None and wanted is not resident:
                 pending = wanted.name
+        elif owner is not None and owner.activity is Activity.LOADING:
+            # Its router, who asks the engine itself, may see it ready before we do.
+            status = seen.pool.status
+            if status is not None and status.pending_member == owner.name:
+                pending = owner.name
         return _Slot(None if resident is None else resident.name, pending, released)
     others_are_down = all(
         each.activity is Activity.STOPPED

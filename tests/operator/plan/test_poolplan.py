@@ -349,3 +349,30 @@ def test_given_an_epoch_that_is_not_on_every_member_yet_then_nothing_is_loaded()
     assert wanted("1") == ()
     (action,) = wanted("2")
     assert isinstance(action, Load)
+
+
+def test_given_a_load_that_landed_when_its_pod_is_seen_ready_later_then_the_swap_goes_on() -> None:
+    """Who is to hold the slot is named until that member holds it; one that was lost is not."""
+    meta: dict[str, Any] = {"name": "gpu0", "namespace": "lab", "uid": "u", "resourceVersion": "1"}
+    spec = {"members": [{"deploymentRef": {"name": n}} for n in ("a", "b")]}
+
+    def said(status: Json, pod: str) -> tuple[str | None, str | None, str]:
+        obj = {"metadata": {**meta, "finalizers": [FINALIZER]}, "spec": spec, "status": status}
+        pool = ModelPool.model_validate(obj)
+        mark = "lab/modelpool-gpu0:2"
+        a = member("a", wants=0, pod="none", mark=mark, observed=True)
+        b = member("b", wants=1, pod=pod, mark=mark, observed=True)
+        around = Namespace({DEPLOYMENTS: (a[0], b[0])}, tuple(b[1]), tuple(b[2]))
+        held, removed = around.observed(pool)
+        record = json.dumps({"format": 1, "epoch": 2, "phase": "resident", "owner": "b"})
+        lease = LeaseSeen({"metadata": {}}, "router-1", False, None, record)
+        made = ModelPoolStatus.model_validate(
+            plan(ObservedPool(pool, obj, NOW, lease, held, removed)).status
+        )
+        (allocated,) = (each for each in made.conditions if each.type == "SlotAllocated")
+        return made.resident_member, made.pending_member, allocated.reason
+
+    swapping = {"phase": "Swapping", "pendingMember": "b"}
+    assert said(swapping, "running") == (None, "b", "Swapping")
+    assert said(swapping, "ready") == ("b", None, "Resident")
+    assert said({"phase": "Ready", "residentMember": "b"}, "running") == (None, None, "Cold")
